@@ -25,7 +25,6 @@ from policies.token_distribution import Head, Scores, TokenDistribution, placed
 class Placement:
     """Every rank holds every weight."""
 
-    about = ""  # what a run says of it when it starts
     held = True  # whether the weights are whole now
     device: torch.device | None = None  # of forwards, where it is not that of the weights
 

@@ -9,7 +9,6 @@ gpt2   byte-level BPE, pad == eos == the only special token, plain "User:" lines
 """
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -44,32 +43,18 @@ Tom has 3 apples and buys 4 more. How many apples does Tom have now? 3 + 4 = 7.
 You are a helpful assistant. Sort the digits in ascending order. Hello, how are you today?
 User: system user assistant model. Sure, here is a short answer to the question.
 """
+LLAMA = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eot_id")
 SPECIAL = {
     "qwen2": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-    "llama": [
-        "<|begin_of_text|>",
-        "<|end_of_text|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|eot_id|>",
-    ],
+    "llama": [f"<|{name}|>" for name in LLAMA],
     "gemma": ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"],
     "gpt2": ["<|endoftext|>"],
 }
 NAMED = {
     "qwen2": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
     "llama": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
-    "gemma": {
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-    },
-    "gpt2": {
-        "bos_token": "<|endoftext|>",
-        "eos_token": "<|endoftext|>",
-        "pad_token": "<|endoftext|>",
-    },
+    "gemma": {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")},
+    "gpt2": {f"{name}_token": "<|endoftext|>" for name in ("bos", "eos", "pad")},
 }
 STOPS = {
     "qwen2": ["<|im_end|>", "<|endoftext|>"],
@@ -128,12 +113,9 @@ def make_checkpoint(folder: Path, kind: str, *, head: int = 8) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(KINDS.index(kind))
         model = _model(kind, tokenizer, head)
-    stops = [tokenizer.convert_tokens_to_ids(name) for name in STOPS[kind]]
-    model.generation_config = GenerationConfig(
-        eos_token_id=stops,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-    )
+    stops = tokenizer.convert_tokens_to_ids(STOPS[kind])
+    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
+    model.generation_config = GenerationConfig(eos_token_id=stops, **ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -210,27 +192,3 @@ def _model(kind: str, tokenizer: Any, head: int) -> PreTrainedModel:
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**shared, tie_word_embeddings=False))
     return GemmaForCausalLM(GemmaConfig(**shared, head_dim=head))
-
-
-def write_gsm8k_jsonl(path: Path, n: int) -> Path:
-    """Write n word problems with worked solutions that end in "#### number"."""
-    draw = random.Random(0)
-    with open(path, "w", encoding="utf-8") as file:
-        for _ in range(n):
-            who, what = draw.choice(["Tom", "Ann", "Li"]), draw.choice(["apples", "books", "cards"])
-            a, b, c = draw.randint(2, 60), draw.randint(2, 60), draw.randint(2, 9)
-            row = {
-                "question": f"{who} has {a} {what} and buys {b} more. A friend gives {c} times as "
-                f"many. How many {what} does {who} have now?",
-                "answer": f"{who} has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} {what}. The friend "
-                f"gives {c} * {a + b} = {c * (a + b)}.\n#### {(c + 1) * (a + b):,}",
-            }
-            file.write(json.dumps(row) + "\n")
-    return path
-
-
-def write_easy_jsonl(path: Path, n: int) -> Path:
-    """Write n rows that a tiny model can learn: repeat a number of one or two digits."""
-    rows = ({"question": f"Say {i}", "answer": f"#### {i}"} for i in range(n))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path

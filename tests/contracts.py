@@ -4,6 +4,7 @@ tests/test_contracts.py runs them on the code as it is; tests/test_mutants.py br
 known ways and expects them to fail. Expected values come from a plain transformers forward.
 """
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -112,22 +113,25 @@ def close(a: Tensor, b: Tensor, tolerance: float, what: str) -> None:
     expect(a.shape == b.shape and gap <= tolerance, f"{what}: {gap} > {tolerance}")
 
 
+def attended(batch: TensorDict) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Yield ids, response mask and log-probs of each row without padding, and of padding."""
+    for i, real in enumerate(batch["masks", "all_attention_mask"]):
+        log_probs, response = batch["log_probs", "full"][i], batch["masks", "all_response_mask"][i]
+        yield batch["tokens", "full"][i][real], response[real], log_probs[real], log_probs[~real]
+
+
 def alignment() -> None:
     """Contract 1: stored log-probs are those of a plain forward, first and end token included."""
     policy = make_policy()
     batch = rollout(policy)
-    reference = load_reference(policy)
-    scored = reference.get_new_version(score_mask_key=None)(batch)
+    scored = load_reference(policy).get_new_version(score_mask_key=None)(batch)
     ended = 0
-    for i in range(batch.batch_size[0]):
-        attended = batch["masks", "all_attention_mask"][i]
-        ids = batch["tokens", "full"][i][attended]
-        response = batch["masks", "all_response_mask"][i][attended]
+    for i, (ids, response, log_probs, padding) in enumerate(attended(batch)):
         want = plain_log_probs(policy, ids, 1.0)
-        close(batch["log_probs", "full"][i][attended], want * response, 1e-5, "generated")
-        close(scored["ref_log_probs", "full"][i][attended], want, 1e-5, "scored")
-        expect(not batch["log_probs", "full"][i][~attended].any(), "padding is not 0")
-        expect(bool((batch["log_probs", "full"][i][attended][response] < 0).all()), "a 0 inside")
+        close(log_probs, want * response, 1e-5, "generated")
+        close(scored["ref_log_probs", "full"][i][: len(ids)], want, 1e-5, "scored")
+        expect(not padding.any(), "padding is not 0")
+        expect(bool((log_probs[response] < 0).all()), "a 0 inside")
         stopped = int(ids[-1]) in policy.stop_ids
         expect(stopped != bool(batch["truncated"][i]), "a reply holds the token that ended it")
         ended += stopped
@@ -137,37 +141,26 @@ def alignment() -> None:
 def token_in_token_out() -> None:
     """Contract 2: later turns keep the exact sampled ids; only new text is tokenised."""
     policy = make_policy()
-    batch = rollout(policy, turns=3)
-    end = policy.tokenizer.eos_token_id
-    changed = 0
-    for i in range(batch.batch_size[0]):
-        attended = batch["masks", "all_attention_mask"][i]
-        ids = batch["tokens", "full"][i][attended]
-        response = batch["masks", "all_response_mask"][i][attended]
+    end, changed = policy.tokenizer.eos_token_id, 0
+    for ids, response, log_probs, _ in attended(rollout(policy, turns=3)):
         want = plain_log_probs(policy, ids, 1.0) * response
-        close(batch["log_probs", "full"][i][attended], want, 1e-5, "ids scored are ids sampled")
+        close(log_probs, want, 1e-5, "ids scored are ids sampled")
         edges = (response[1:] & ~response[:-1]).sum() + response[0]
         expect(int(edges) == 3, f"expected 3 sampled runs, got {int(edges)}")
         # Every reply but the last is closed exactly once before the next message.
-        closes = [t for t in range(len(ids)) if ids[t] == end]
-        expect(len(closes) >= 5, "each of 3 user turns and 2 replies is closed")
+        expect(int((ids == end).sum()) >= 5, "each of 3 user turns and 2 replies is closed")
         text = policy.tokenizer.decode(ids[response])
-        changed += (
-            policy.tokenizer(text, add_special_tokens=False)["input_ids"] != ids[response].tolist()
-        )
+        again = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+        changed += again != ids[response].tolist()
     expect(changed > 0, "the test needs replies on which decode -> encode is not the identity")
 
 
 def one_temperature() -> None:
     """Contract 3: policy and reference divide by the sampling temperature; the KL starts at 0."""
     policy = make_policy(temperature=0.6)
-    batch = rollout(policy)
-    batch = RetrieveKL(ref_model=load_reference(policy), add_to_reward=False)(batch)
-    for i in range(batch.batch_size[0]):
-        attended = batch["masks", "all_attention_mask"][i]
-        response = batch["masks", "all_response_mask"][i][attended]
-        want = plain_log_probs(policy, batch["tokens", "full"][i][attended], 0.6)
-        close(batch["log_probs", "full"][i][attended], want * response, 1e-5, "tempered")
+    batch = RetrieveKL(ref_model=load_reference(policy), add_to_reward=False)(rollout(policy))
+    for ids, response, log_probs, _ in attended(batch):
+        close(log_probs, plain_log_probs(policy, ids, 0.6) * response, 1e-5, "tempered")
     close(batch["kl_penalty"], torch.zeros_like(batch["kl_penalty"]), 1e-5, "KL at the start")
 
 
@@ -205,16 +198,13 @@ def one_process() -> Runtime:
     return Runtime("/tmp")
 
 
-def prepared() -> TensorDict:
-    """Return a batch with reference log-probs of a different model and group advantages."""
-    policy = make_policy()
-    batch = rollout(policy)
+def scaled(policy: TransformersWrapper, factor: float) -> TransformersWrapper:
+    """Return a reference with other weights."""
     reference = load_reference(policy)
     with torch.no_grad():
         for p in reference.model.parameters():
-            p.mul_(0.9)
-    batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
-    return GroupAdvantage(group_size=G, leash=leash())(batch)
+            p.mul_(factor)
+    return reference
 
 
 DENSE = (  # [B, T]
@@ -242,7 +232,9 @@ def padded_left(batch: TensorDict) -> TensorDict:
 
 def global_normalisation() -> None:
     """Contract 4: micro-batches, padding side, order and layout do not change the gradient."""
-    batch = prepared()
+    policy = make_policy()
+    batch = RetrieveKL(ref_model=scaled(policy, 0.9), add_to_reward=False)(rollout(policy))
+    batch = GroupAdvantage(group_size=G, leash=leash())(batch)
     for aggregation in ("token_mean", "sequence_mean", "constant"):
         whole = gradient(batch, aggregation=aggregation)
         scale = whole.norm()
@@ -276,17 +268,10 @@ def masks_are_exact() -> None:
 def one_leash() -> None:
     """Contract 6: a 3-turn trajectory's KL is that of one scoring and is charged once."""
     policy = make_policy()
-    batch = rollout(policy, turns=3)
-    reference = load_reference(policy)
-    with torch.no_grad():
-        for p in reference.model.parameters():
-            p.mul_(0.9)
-    batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
+    reference = scaled(policy, 0.9)
+    batch = RetrieveKL(ref_model=reference, add_to_reward=False)(rollout(policy, turns=3))
     batch = GroupAdvantage(group_size=G, leash=leash(0.25, "reward"))(batch)
-    for i in range(batch.batch_size[0]):
-        attended = batch["masks", "all_attention_mask"][i]
-        ids = batch["tokens", "full"][i][attended]
-        response = batch["masks", "all_response_mask"][i][attended]
+    for i, (ids, response, _, _) in enumerate(attended(batch)):
         mine = plain_log_probs(policy, ids, 1.0)[response].sum()
         theirs = plain_log_probs(reference, ids, 1.0)[response].sum()
         close(batch["kl_penalty"][i].sum(), mine - theirs, 1e-4, "kl_penalty")
@@ -300,16 +285,10 @@ def same_seed() -> None:
     whole = rollout(policy, count=4)
     torch.rand(7)  # another state of the global generator
     part = rollout(policy, count=2)
-    for i in range(2 * G):
-        a, b = (x["tokens", "full"][i][x["masks", "all_attention_mask"][i]] for x in (whole, part))
-        expect(torch.equal(a, b), f"row {i} differs with the batch")
-    source = Rollouts(
-        task=Words(),
-        env=ChatEnv(Words(), group_size=G),
-        generator=policy,
-        runtime=one_process(),
-        size=2,
-    )
+    for (a, *_), (b, *_) in zip(attended(whole), attended(part), strict=False):
+        expect(torch.equal(a, b), "a row differs with the batch")
+    parts = {"task": Words(), "generator": policy, "runtime": one_process(), "size": 2}
+    source = Rollouts(**parts, env=ChatEnv(Words(), group_size=G))
     first = [r["answer"] for i in (0, 1) for r in source.prompts(i).get("row").tolist()]
     expect(len(set(first)) == 4, "an epoch holds each row once")
 

@@ -8,21 +8,21 @@ Also a script for two ranks: rank 0 writes what `first_step` returns into a fold
 
 import json
 import sys
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import contracts
 import torch
 from contracts import leash
 from drawn import Many, dynamic
 from safetensors.torch import save_file
-from steps import Record
+from steps import Record, scaled
 
 from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
 from policies.layout import pack_rows
-from policies.load import load_policy, load_reference
+from policies.load import load_policy
 from policies.scorer import Scorer
 from trainer.advantage import GroupAdvantage
 from trainer.objectives import GRPOObjective, SFTObjective
@@ -39,75 +39,54 @@ HALF = {
     "autocast": {"autocast": "bfloat16"},
 }
 STEPS, LR = 4, 1e-3
+TENSORS = ("gradients", "moved")
 
 
-@dataclass(frozen=True)
-class FirstStep:
-    """Prompts and sampled rows in order, the micro-batches of each rank, gradients by case.
+def first_step(runtime: Runtime) -> dict[str, Any]:
+    """Roll out the first iteration on all ranks and return it with its whole gradients.
 
-    `drawn`: of each row of the dynamic sampling its prompt, reward and draws; `rounds`: how often
-    each rank played. `norms`: the gradient norm of each step in half precision, by case and rank;
-    `sums`: the checksums of the weights after them; `moved`: how far they are from their start;
-    `drift`: what `check_agreement` says once a single bit of the last rank is another.
+    `prompts`, `rows` (ids) and `drawn` (prompt, reward and draws of each row of dynamic sampling)
+    are in the order of one rank; `micro_batches` and `rounds` are numbers of each rank. Of steps in
+    half precision, by case: `norms` of the gradients and `sums` of the weights of each rank,
+    `moved` is the change of the weights; `drift` is what `check_agreement` says of one bit.
     """
-
-    prompts: list[str]
-    rows: list[list[int]]
-    micro_batches: list[int]
-    drawn: list[list]
-    rounds: list[int]
-    norms: dict[str, list[list[float]]]
-    sums: dict[str, list[dict[str, int]]]
-    drift: str
-    gradients: dict[str, torch.Tensor]
-    moved: dict[str, torch.Tensor]
-
-
-def first_step(runtime: Runtime) -> FirstStep:
-    """Roll out the first iteration on all ranks and return it with its whole gradients."""
     policy, task = contracts.make_policy(), contracts.Words()
-    reference = load_reference(policy)
-    with torch.no_grad():
-        for p in reference.model.parameters():
-            p.mul_(0.9)
     env = ChatEnv(task, group_size=contracts.G)
     source = Rollouts(task=task, env=env, generator=policy, runtime=runtime, size=4)
-    batch = RetrieveKL(ref_model=reference, add_to_reward=False)(source(0))
+    batch = RetrieveKL(ref_model=scaled(policy, 0.9), add_to_reward=False)(source(0))
     grpo = GroupAdvantage(group_size=contracts.G, leash=leash())(batch.clone())
-    gradients = {name: gradient(grpo, policy, runtime, left) for name, left in CASES.items()}
     prompts = [row["messages"][-1]["content"] for row in source.prompts(0).get("row").tolist()]
     attended = batch["masks", "all_attention_mask"]
     rows = [ids[keep].tolist() for ids, keep in zip(batch["tokens", "full"], attended, strict=True)]
-    parts = pack_rows(attended, MICRO_BATCH, group_id=batch["group_id"])
     drawn, rounds = drawn_again(runtime)
     half = {name: steps(batch.clone(), runtime, options) for name, options in HALF.items()}
-    return FirstStep(
-        norms={name: runtime.gather(norms) for name, (norms, _, _) in half.items()},
-        sums={name: runtime.gather(checksums(scorer)) for name, (_, scorer, _) in half.items()},
-        moved={name: moved for name, (_, _, moved) in half.items()},
-        drift=drifted(runtime, half["bfloat16"][1]),
-        drawn=list(chain(*runtime.gather(drawn))),
-        rounds=runtime.gather(rounds),
-        prompts=list(chain(*runtime.gather(prompts))),
-        rows=list(chain(*runtime.gather(rows))),
-        micro_batches=runtime.gather(len(parts)),
-        gradients=gradients,
-    )
+    return {
+        "norms": {name: runtime.gather(norms) for name, (norms, _, _) in half.items()},
+        "sums": {name: runtime.gather(checksums(scorer)) for name, (_, scorer, _) in half.items()},
+        "moved": {name: moved for name, (_, _, moved) in half.items()},
+        "drift": drifted(runtime, half["bfloat16"][1]),
+        "drawn": list(chain(*runtime.gather(drawn))),
+        "rounds": runtime.gather(rounds),
+        "prompts": list(chain(*runtime.gather(prompts))),
+        "rows": list(chain(*runtime.gather(rows))),
+        "micro_batches": runtime.gather(
+            len(pack_rows(attended, MICRO_BATCH, group_id=batch["group_id"]))
+        ),
+        "gradients": {name: gradient(grpo, policy, runtime, left) for name, left in CASES.items()},
+    }
 
 
 def steps(batch, runtime: Runtime, options: dict) -> tuple[list[float], Scorer, torch.Tensor]:
     """Return gradient norms, scorer and weight changes of a few SFT steps in half precision."""
     torch.manual_seed(0)  # of the adapter
-    policy = load_policy("tiny", max_new_tokens=6, **options)
-    scorer = policy.scorer
+    scorer = load_policy("tiny", max_new_tokens=6, **options).scorer
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in scorer.parameters():
             if p.ndim > 1 and p.requires_grad:
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
     before = trained(scorer)
-    optimizer = make_optimizer(scorer, lr=LR)
-    wrapped, optimizer = runtime.accelerator.prepare(scorer, optimizer)
+    wrapped, optimizer = runtime.accelerator.prepare(scorer, make_optimizer(scorer, lr=LR))
     update = Update(wrapped, optimizer, SFTObjective(), runtime, lr=lambda step: LR)
     norms = [update(batch.clone())["optim/grad_norm"] for _ in range(STEPS)]
     return norms, scorer, trained(scorer) - before
@@ -135,14 +114,9 @@ def drawn_again(runtime: Runtime) -> tuple[list[list], int]:
     play = source.play
     source.play = lambda prompts: played.append(len(prompts)) or play(prompts)
     batch = source(1)
-    reward = batch["reward_raw"].sum(-1).tolist()
-    rows = zip(
-        map(str, batch["prompt"].tolist()),
-        reward,
-        (batch["logged", "group/resampled"] + 1).tolist(),
-        strict=True,
-    )
-    return [list(row) for row in rows], len(played)
+    draws = (batch["logged", "group/resampled"] + 1).tolist()
+    texts, reward = map(str, batch["prompt"].tolist()), batch["reward_raw"].sum(-1).tolist()
+    return [list(row) for row in zip(texts, reward, draws, strict=True)], len(played)
 
 
 def gradient(batch, policy, runtime: Runtime, unlearnt: tuple[int, ...]) -> torch.Tensor:
@@ -151,15 +125,9 @@ def gradient(batch, policy, runtime: Runtime, unlearnt: tuple[int, ...]) -> torc
         p.requires_grad_(True)
     optimizer = Record(policy.scorer.parameters())
     scorer, _ = runtime.accelerator.prepare(policy.scorer, optimizer)
-    update = Update(
-        scorer,
-        optimizer,
-        GRPOObjective(leash=leash()),
-        runtime,
-        lr=lambda step: 0.0,
-        micro_batch_tokens=MICRO_BATCH,
-        max_grad_norm=0.0,
-    )
+    objective = GRPOObjective(leash=leash())
+    options = {"micro_batch_tokens": MICRO_BATCH, "max_grad_norm": 0.0}
+    update = Update(scorer, optimizer, objective, runtime, lr=lambda step: 0.0, **options)
     batch = batch.clone()
     for group in unlearnt:
         batch["loss_mask"][batch["group_id"] == group] = False
@@ -169,12 +137,10 @@ def gradient(batch, policy, runtime: Runtime, unlearnt: tuple[int, ...]) -> torc
 
 if __name__ == "__main__":
     with Runtime(sys.argv[1]) as run:
-        step = first_step(run)
+        found = first_step(run)
         if run.is_main:
-            tensors = ("gradients", "moved")
-            rest = {k: v for k, v in vars(step).items() if k not in tensors}
-            Path(sys.argv[1], "rows.json").write_text(json.dumps(rest))
-            for name in tensors:
-                save_file(getattr(step, name), Path(sys.argv[1], f"{name}.safetensors"))
+            for name in TENSORS:
+                save_file(found.pop(name), Path(sys.argv[1], f"{name}.safetensors"))
+            Path(sys.argv[1], "rows.json").write_text(json.dumps(found))
         run.accelerator.wait_for_everyone()
         run.accelerator.end_training()

@@ -3,7 +3,7 @@
 On two ranks, rank 0 writes the gradients of all cases into a folder (tests/two_ranks.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -154,30 +154,25 @@ def gradient(
     return torch.cat(getattr(optimizer, "optimizer", optimizer).grads)  # not Accelerate's
 
 
+def rows_of(batch: TensorDict) -> list[list[int]]:
+    """Return the rows of each group."""
+    return groups(batch.get("group_id", torch.arange(batch.batch_size[0])))
+
+
 def mine(batch: TensorDict, runtime: Runtime) -> TensorDict:
     """Return this rank's groups of rows."""
-    if runtime.ranks == 1:
-        return batch
-    ids = batch.get("group_id", torch.arange(batch.batch_size[0]))
-    rows = groups(ids)
-    return take(batch, list(chain(*rows[runtime.mine(len(rows))])))
-
-
-def take(batch: TensorDict, rows: Sequence[int]) -> TensorDict:
-    """Return some rows, in this order."""
-    return batch[torch.tensor(rows)]
+    rows = rows_of(batch)
+    return batch[list(chain(*rows[runtime.mine(len(rows))]))]
 
 
 def turned(batch: TensorDict) -> TensorDict:
     """Return the groups in the opposite order."""
-    ids = batch.get("group_id", torch.arange(batch.batch_size[0]))
-    return take(batch, list(chain(*reversed(groups(ids)))))
+    return batch[list(chain(*reversed(rows_of(batch))))]
 
 
 def interleaved(batch: TensorDict) -> TensorDict:
     """Return the first row of each group, then the second of each, and so on."""
-    ids = batch.get("group_id", torch.arange(batch.batch_size[0]))
-    return take(batch, list(chain(*zip(*groups(ids), strict=True))))
+    return batch[list(chain(*zip(*rows_of(batch), strict=True)))]
 
 
 def write(folder: Path, runtime: Runtime) -> None:

@@ -3,7 +3,6 @@
 One that fails raises. tests/test_mutants.py runs them on the code as it is, too.
 """
 
-import copy
 import json
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from contracts import make_policy
+from engines import Stale, beside
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from test_checkpoint import flip, make
@@ -27,7 +27,6 @@ from envs.rewards.rewarded import Rewarded
 from envs.sandbox import Sandbox
 from envs.tasks.task import Reply, Task
 from envs.transforms.tools import Tool
-from policies.scorer import Scorer
 from policies.sharding import shard
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.modes.preflight.checks import check_rewards
@@ -155,21 +154,6 @@ def sandbox() -> None:
     assert not Sandbox(file_size=1).run("open('big', 'wb').write(bytes(2 << 20))").ok
 
 
-class Engine(TransformersWrapper):
-    """A policy's copy with weights of its own; a `deaf` one takes no others."""
-
-    tolerance, deaf = 1e-3, False
-
-    def load_weights(self, named) -> None:
-        if not self.deaf:
-            self.model.load_state_dict(dict(named))
-
-
-def engine_of(policy: TransformersWrapper) -> Engine:
-    network = copy.deepcopy(policy.model).requires_grad_(False)
-    return Engine(Scorer(network), tokenizer=policy.tokenizer)
-
-
 @torch.no_grad()
 def move(policy: TransformersWrapper) -> None:
     for p in policy.model.parameters():
@@ -179,17 +163,17 @@ def move(policy: TransformersWrapper) -> None:
 def stale_engine() -> None:
     """An engine that takes no weights is noticed."""
     policy = make_policy.__wrapped__()
-    engine = engine_of(policy)
-    engine.deaf = True
+    engine = beside(policy, Stale)
+    last = hand_over(policy, engine)
     move(policy)
     with pytest.raises(RuntimeError, match="stale"):
-        hand_over(policy, engine)
+        hand_over(policy, engine, last=last)
 
 
 def fresh_engine() -> None:
     """An engine that was started again is noticed."""
     policy = make_policy.__wrapped__()
-    engine = engine_of(policy)
+    engine = beside(policy)
     last = hand_over(policy, engine)
     move(engine)
     with pytest.raises(RuntimeError, match="lost"):

@@ -1,8 +1,9 @@
 """Known ways to break the code, each with the check that must notice: python tests/mutants.py.
 
-A mutant is a target (module:attribute) and a function from the original to the broken version. Its
-check is a contract, another function that compares with a second way of computing, or one of
-tests/mutant_checks.py. The table says which mutants are killed; a survivor is exit code 1.
+A mutant is a target (module:attribute) and what it becomes: BROKEN has, by the mutant's name, a
+function from the original to the broken version. Its check is a contract, another function that
+compares with a second way of computing, or one of tests/mutant_checks.py. The table says which
+mutants are killed; a survivor is exit code 1.
 """
 
 import json
@@ -42,7 +43,6 @@ class Mutant:
     name: str
     check: Callable[[], Any]
     target: str  # module:attribute
-    broken: Callable[[Any], Any]
 
     def is_killed(self) -> bool:
         """Return whether the check fails on the broken code."""
@@ -52,7 +52,7 @@ class Mutant:
         for part in within:
             owner = getattr(owner, part)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, attribute, self.broken(getattr(owner, attribute)))
+            patch.setattr(owner, attribute, BROKEN[self.name](getattr(owner, attribute)))
             try:
                 self.check()
             except (Exception, pytest.fail.Exception):
@@ -60,372 +60,256 @@ class Mutant:
         return False
 
 
-def roll(original):
-    return lambda values, keep: original(values, keep).roll(1, -1)
-
-
-def drop_end(original):
+def drop_end(f):
     def sample(*args, **kwargs):
-        out = original(*args, **kwargs)
+        out = f(*args, **kwargs)
         return replace(out, lengths=(out.lengths - out.complete.int()).clamp(min=1))
 
     return sample
 
 
-def zero_first(original):
+def zero_first(f):
     def sample(*args, **kwargs):
-        out = original(*args, **kwargs)
+        out = f(*args, **kwargs)
         out.log_probs[:, 0] = 0.0
         return out
 
     return sample
 
 
-def ignore_temperature(original):
-    return lambda temperature, keep: torch.ones_like(original(temperature, keep))
-
-
-def mean_per_micro_batch(original):
+def mean_per_micro_batch(f):
     def select_rows(batch, rows):
-        out = original(batch, rows)
+        out = f(batch, rows)
         weight = out.get("weight", None)
         return out if weight is None else out.set("weight", weight / weight.sum().clamp(min=1e-9))
 
     return select_rows
 
 
-def all_ones(original):
+def masked(f, keep: Callable[[Any, int, bool], bool]):
+    """Return a `Renderer.render` whose assistant mask is keep(renderer, id, mask) of each token."""
+
     def render(self, messages, **kwargs):
-        out = original(self, messages, **kwargs)
-        return replace(out, assistant=[True] * len(out.ids))
+        out = f(self, messages, **kwargs)
+        pairs = zip(out.ids, out.assistant, strict=True)
+        return replace(out, assistant=[keep(self, i, a) for i, a in pairs])
 
     return render
 
 
-def content_only(original):
-    def render(self, messages, **kwargs):
-        out = original(self, messages, **kwargs)
-        kept = [a and i not in self.stop_ids for i, a in zip(out.ids, out.assistant, strict=True)]
-        return replace(out, assistant=kept)
-
-    return render
-
-
-def tokenise_again(original):
-    return lambda td, ids, attention: td  # the policy finds no ids and renders the chat
-
-
-def leave_open(original):
+def leave_open(f):
     def extend(self, ids, messages, new):
         end, self._end = self._end, ids[-1]  # as if every reply had ended the template's way
-        done = original(self, ids, messages, new)
+        done = f(self, ids, messages, new)
         self._end = end
         return done
 
     return extend
 
 
-def see_everything(original):
-    def mask(segment):
-        out = original(segment)
-        return torch.ones_like(out).tril()
+def kl_times(f, factor: Callable[[int], Any]):
+    """Return a `KLComputation._step` whose KL [B, T] is multiplied by factor(T)."""
 
-    return mask
-
-
-def global_generator(original):
-    return lambda stream, position: torch.rand(stream.shape, dtype=torch.float64)
-
-
-def charge_twice(original):
     def step(self, tensordict, following):
-        out = original(self, tensordict, following)
-        return out.set("kl_penalty", 2 * out.get("kl_penalty"))
-
-    return step
-
-
-def loss_too(original):
-    def loss_term(self, scores, batch):
-        return original(replace(self, estimator="k3", where="loss"), scores, batch)
-
-    return loss_term
-
-
-def nowhere(original):
-    def charge_reward(self, batch):
-        return original(replace(self, controller=ConstantKLController(kl_coef=0.0)), batch)
-
-    return charge_reward
-
-
-def score_first_turn_only(original):
-    def step(self, tensordict, following):
-        out = original(self, tensordict, following)
+        out = f(self, tensordict, following)
         kl = out.get("kl_penalty")
-        return out.set("kl_penalty", kl * (torch.arange(kl.shape[-1]) < kl.shape[-1] // 2))
+        return out.set("kl_penalty", kl * factor(kl.shape[-1]))
 
     return step
 
 
-def walk_over_everything(original):
-    return lambda reward, value, mask, **options: (
-        original(reward, value, torch.ones_like(mask), **options) * mask
-    )
-
-
-def bootstrap_at_the_end(original):
+def bootstrap_at_the_end(f):
     def gae(reward, value, mask, **options):
         last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
-        return original(reward + last * value, value, mask, **options)
+        return f(reward + last * value, value, mask, **options)
 
     return gae
 
 
-def every_token_its_own_ratio(original):
-    return {**original, "sequence": original["token"]}
-
-
-def own_reward_in_the_baseline(original):
-    return {**original, "leave_one_out": original["group_mean"]}
-
-
-def all_rows_count(original):
-    return {
-        name: lambda total, kept, baseline=baseline: baseline(total, torch.ones_like(kept))
-        for name, baseline in original.items()
-    }
-
-
-def padding_counts(original):
-    return lambda advantage, mask, runtime: (
-        original(advantage, torch.ones_like(mask), runtime) * mask
-    )
-
-
-def shape_one_half(original):
-    return lambda p, mean, std: original(p, mean, std).sqrt()
-
-
-def one_state_late(original):
-    return lambda self, lay, states: original(self, lay, states).roll(-1)
-
-
-def entropy_detached(original):
-    return lambda *given, learn=False, **options: original(*given, **options)
-
-
-def the_other_way_round(original):
-    return lambda log_ratio, *given, **options: original(-log_ratio, *given, **options)
-
-
-def on_both_sides(original):
-    return lambda curr, gen, advantage: torch.ones_like(curr, dtype=torch.bool)
-
-
-def on_the_way_back(original):
-    return lambda curr, gen, advantage: original(curr, gen, -advantage)
-
-
-def of_the_ratio(original):
-    return lambda gen, curr: ((curr - gen).exp() - 1).abs()
-
-
-def from_the_policy(original):
-    return lambda gen, curr: original(curr, gen)
-
-
-def without_the_rest(original):
-    return lambda gen, curr: gen.exp() * (gen - curr)
-
-
-def twice_as_far(original):
-    return lambda low, high, most, tv, kl: original(low, high, most, 2 * tv, 2 * kl)
-
-
-def with_k3s_gradient_alone(original):
+def with_k3s_gradient_alone(f):
     """Weigh k3 by a ratio that has no gradient of its own."""
 
     def loss_term(self, scores, batch):
         if self.estimator != "k3_ratio":
-            return original(self, scores, batch)
+            return f(self, scores, batch)
         plain = replace(self, estimator="k3")
         ratio = token_ratio(scores.log_probs, batch.get(("log_probs", "full")))
-        return {"kl": ratio.detach() * original(plain, scores, batch)["kl"]}
+        return {"kl": ratio.detach() * f(plain, scores, batch)["kl"]}
 
     return loss_term
 
 
-def to_the_trainers_own(original):
+def to_the_trainers_own(f):
     def loss_term(self, scores, batch):
         batch = batch.copy()
         batch["log_probs", "full"] = batch.get(("old_log_probs", "full"), scores.log_probs.detach())
-        return original(self, scores, batch)
+        return f(self, scores, batch)
 
     return loss_term
 
 
-def adapter_stays_on(original):
-    return lambda model, adapter: nullcontext()
-
-
-# The rooms that no contract is about.
-
-
-def nothing(original):
-    return lambda *args, **kwargs: None
-
-
-def yields_nothing(original):
-    return lambda *args, **kwargs: iter(())
-
-
-def always(original):
-    return lambda *args, **kwargs: True
-
-
-def unverified(original):
-    return lambda folder: json.loads((folder / "state.json").read_text())
-
-
-def without_escapes(original):
-    return original.overlay(autoescape=False)
-
-
-def show_all(original):
-    return lambda name, value: False
-
-
-def any_cell(original):
-    return lambda self, index, column: self.rows[index].get(column)
-
-
-def any_argument(original):
-    return lambda self, args, state=None: self.function(**args)
-
-
-def without_limits(original):
+def without_limits(f):
     def init(self, **options):
-        original(self, **options)
+        f(self, **options)
         self._limits = {}
 
     return init
 
 
-def zeros(original):
-    return lambda self, tensor, like: torch.zeros_like(like)
+def nothing(f):
+    return lambda *args, **kwargs: None
 
 
-def say_alone(original):
-    return lambda self, text, *, of_replies=False: self.say(text)
+def yields_nothing(f):
+    return lambda *args, **kwargs: iter(())
+
+
+NEVER = ConstantKLController(kl_coef=0.0)
+BROKEN: dict[str, Callable[[Any], Any]] = {
+    "shift by one": lambda f: lambda values, keep: f(values, keep).roll(1, -1),
+    "drop the end token": drop_end,
+    "first log-prob zero": zero_first,
+    "replies see each other": lambda f: lambda segment: torch.ones_like(f(segment)).tril(),
+    # The policy finds no ids and renders the chat.
+    "tokenise again": lambda f: lambda td, ids, attention: td,
+    "cut replies stay open": leave_open,
+    "no temperature": lambda f: lambda value, keep: torch.ones_like(f(value, keep)),
+    "mean per micro-batch": mean_per_micro_batch,
+    "mask all ones": lambda f: masked(f, lambda self, i, a: True),
+    "mask without end of turn": lambda f: masked(f, lambda own, i, a: a and i not in own.stop_ids),
+    "KL charged twice": lambda f: kl_times(f, lambda width: 2),
+    "KL of some turns only": lambda f: kl_times(f, lambda width: torch.arange(width) < width // 2),
+    "KL in the loss too": lambda f: (
+        lambda self, scores, batch: f(replace(self, estimator="k3", where="loss"), scores, batch)
+    ),
+    "KL never charged": lambda f: lambda self, batch: f(replace(self, controller=NEVER), batch),
+    "the reference has the adapter": lambda f: lambda model, adapter: nullcontext(),
+    "GAE over tool tokens": lambda f: (
+        lambda reward, value, mask, **options: (
+            f(reward, value, torch.ones_like(mask), **options) * mask
+        )
+    ),
+    "a limit goes on": bootstrap_at_the_end,
+    "values of the next token": lambda f: lambda self, lay, states: f(self, lay, states).roll(-1),
+    "a token's ratio in GSPO": lambda table: {**table, "sequence": table["token"]},
+    "own reward in the baseline": lambda table: {**table, "leave_one_out": table["group_mean"]},
+    "dropped rows in the baseline": lambda table: {
+        name: lambda total, kept, f=f: f(total, torch.ones_like(kept)) for name, f in table.items()
+    },
+    "whitened padding": lambda f: (
+        lambda advantage, mask, runtime: f(advantage, torch.ones_like(mask), runtime) * mask
+    ),
+    "another Beta density": lambda f: lambda p, mean, std: f(p, mean, std).sqrt(),
+    "also what comes back": lambda f: lambda curr, gen, a: torch.ones_like(curr, dtype=torch.bool),
+    "only what comes back": lambda f: lambda curr, gen, advantage: f(curr, gen, -advantage),
+    "the distance of a ratio": lambda f: lambda gen, curr: ((curr - gen).exp() - 1).abs(),
+    "KL of policy to sampler": lambda f: lambda gen, curr: f(curr, gen),
+    "KL of the token alone": lambda f: lambda gen, curr: gen.exp() * (gen - curr),
+    "twice the bound": lambda f: lambda low, high, most, tv, kl: f(low, high, most, 2 * tv, 2 * kl),
+    "KL weighed, no gradient": with_k3s_gradient_alone,
+    "KL weighed by another ratio": to_the_trainers_own,
+    "entropy without a gradient": lambda f: lambda *given, learn=False, **more: f(*given, **more),
+    "the generator over the trainer": lambda f: (
+        lambda log_ratio, *given, **more: f(-log_ratio, *given, **more)
+    ),
+    "global generator": lambda f: (
+        lambda stream, position: torch.rand(stream.shape, dtype=torch.float64)
+    ),
+    # The rooms that no contract is about.
+    "any code may be named": yields_nothing,
+    "any key on a resume": lambda f: lambda *args, **more: True,
+    "another run's job": yields_nothing,
+    "a dead run goes on": nothing,
+    "an unverified checkpoint": lambda f: lambda at: json.loads((at / "state.json").read_text()),
+    "markup in a report": lambda templates: templates.overlay(autoescape=False),
+    "iterations logged twice": nothing,
+    "secrets shown": lambda f: lambda name, value: False,
+    "cells without a text": lambda f: lambda self, index, column: self.rows[index].get(column),
+    "a reward fails in silence": nothing,
+    "a tool's state forged": lambda f: lambda self, args, state=None: self.function(**args),
+    "a sandbox without limits": without_limits,
+    "a stale engine": nothing,
+    "an engine's lost weights": nothing,
+    "shards restored as zeros": lambda f: lambda self, tensor, like: torch.zeros_like(like),
+    "preflight says it only": lambda f: lambda self, text, *, of_replies=False: self.say(text),
+}
 
 
 PAPER = {name: partial(agrees_with_its_paper, name) for name in PAPERS}
 IN_THE_REWARD = partial(charged_once, "grpo", "reward")
 LEFT_ONE_OUT = partial(leaves_the_baseline, "leave_one_out")
 WEIGHED = the_weighed_kl_is_the_reverse_one_whoever_sampled
+PLAIN_VALUES = values_are_those_of_a_plain_forward
+WITHOUT_ADAPTER = with_the_adapter_off_it_is_the_start_policy
 DIST, SAMPLE = "policies.token_distribution", "policies.wrappers.transformers_wrapper:sample"
 RENDERER = "policies.chats.chat_template:Renderer"
 KL, LEASH, GAE = "envs.transforms.kl:KLComputation", "trainer.kl:Leash", "trainer.gae:gae"
 LOSSES, MASKS, OBJECTIVES = "trainer.losses", "trainer.surrogates", "trainer.objectives"
-ROWS: list[tuple[str, Callable, str, Callable]] = [
-    ("shift by one", contracts.alignment, f"{DIST}:placed", roll),
-    ("drop the end token", contracts.alignment, SAMPLE, drop_end),
-    ("first log-prob zero", contracts.alignment, SAMPLE, zero_first),
-    ("replies see each other", contracts.alignment, "policies.layout:tree_mask", see_everything),
-    ("tokenise again", contracts.token_in_token_out, "trainer.collect:_with_ids", tokenise_again),
-    ("cut replies stay open", contracts.token_in_token_out, f"{RENDERER}.extend", leave_open),
-    ("no temperature", contracts.one_temperature, f"{DIST}:_per_kept", ignore_temperature),
-    (
-        "mean per micro-batch",
-        contracts.global_normalisation,
-        "trainer.update:select_rows",
-        mean_per_micro_batch,
-    ),
-    ("mask all ones", contracts.masks_are_exact, f"{RENDERER}.render", all_ones),
-    ("mask without end of turn", contracts.masks_are_exact, f"{RENDERER}.render", content_only),
-    ("KL charged twice", contracts.one_leash, f"{KL}._step", charge_twice),
-    ("KL in the loss too", IN_THE_REWARD, f"{LEASH}.loss_term", loss_too),
-    ("KL never charged", IN_THE_REWARD, f"{LEASH}.charge_reward", nowhere),
-    ("KL of some turns only", contracts.one_leash, f"{KL}._step", score_first_turn_only),
-    (
-        "the reference has the adapter",
-        with_the_adapter_off_it_is_the_start_policy,
-        "policies.lora:using",
-        adapter_stays_on,
-    ),
-    ("GAE over tool tokens", agrees_with_the_paper, GAE, walk_over_everything),
-    ("a limit goes on", agrees_with_the_paper, GAE, bootstrap_at_the_end),
+ROWS: list[tuple[str, Callable, str]] = [
+    ("shift by one", contracts.alignment, f"{DIST}:placed"),
+    ("drop the end token", contracts.alignment, SAMPLE),
+    ("first log-prob zero", contracts.alignment, SAMPLE),
+    ("replies see each other", contracts.alignment, "policies.layout:tree_mask"),
+    ("tokenise again", contracts.token_in_token_out, "trainer.collect:_with_ids"),
+    ("cut replies stay open", contracts.token_in_token_out, f"{RENDERER}.extend"),
+    ("no temperature", contracts.one_temperature, f"{DIST}:_per_kept"),
+    ("mean per micro-batch", contracts.global_normalisation, "trainer.update:select_rows"),
+    ("mask all ones", contracts.masks_are_exact, f"{RENDERER}.render"),
+    ("mask without end of turn", contracts.masks_are_exact, f"{RENDERER}.render"),
+    ("KL charged twice", contracts.one_leash, f"{KL}._step"),
+    ("KL in the loss too", IN_THE_REWARD, f"{LEASH}.loss_term"),
+    ("KL never charged", IN_THE_REWARD, f"{LEASH}.charge_reward"),
+    ("KL of some turns only", contracts.one_leash, f"{KL}._step"),
+    ("the reference has the adapter", WITHOUT_ADAPTER, "policies.lora:using"),
+    ("GAE over tool tokens", agrees_with_the_paper, GAE),
+    ("a limit goes on", agrees_with_the_paper, GAE),
     (
         "values of the next token",
         values_are_those_of_a_plain_forward,
         "policies.scorer:Critic.forward",
-        one_state_late,
     ),
-    ("a token's ratio in GSPO", PAPER["gspo"], f"{OBJECTIVES}:RATIOS", every_token_its_own_ratio),
-    (
-        "own reward in the baseline",
-        PAPER["rloo"],
-        f"{LOSSES}:BASELINES",
-        own_reward_in_the_baseline,
-    ),
-    ("dropped rows in the baseline", LEFT_ONE_OUT, f"{LOSSES}:BASELINES", all_rows_count),
-    ("whitened padding", PAPER["reinforce_pp"], "trainer.advantage:whitened", padding_counts),
-    ("another Beta density", PAPER["bnpo"], "trainer.advantage:beta_density", shape_one_half),
+    ("a token's ratio in GSPO", PAPER["gspo"], f"{OBJECTIVES}:RATIOS"),
+    ("own reward in the baseline", PAPER["rloo"], f"{LOSSES}:BASELINES"),
+    ("dropped rows in the baseline", LEFT_ONE_OUT, f"{LOSSES}:BASELINES"),
+    ("whitened padding", PAPER["reinforce_pp"], "trainer.advantage:whitened"),
+    ("another Beta density", PAPER["bnpo"], "trainer.advantage:beta_density"),
     *(
-        (f"{name}: {change}", PAPER[name], f"{MASKS}:{attribute}", broken)
+        row
         for name, divergence in (("dppo", "binary_tv"), ("dppo_kl", "binary_kl"))
-        for change, attribute, broken in (
-            ("also what comes back", "leaves", on_both_sides),
-            ("only what comes back", "leaves", on_the_way_back),
-            ("the distance of a ratio", divergence, of_the_ratio),
+        for row in (
+            ("also what comes back", PAPER[name], f"{MASKS}:leaves"),
+            ("only what comes back", PAPER[name], f"{MASKS}:leaves"),
+            ("the distance of a ratio", PAPER[name], f"{MASKS}:{divergence}"),
+            ("twice the bound", PAPER[name], f"{OBJECTIVES}:Bounds"),
         )
     ),
-    ("KL of policy to sampler", PAPER["dppo_kl"], f"{MASKS}:binary_kl", from_the_policy),
-    ("KL of the token alone", PAPER["dppo_kl"], f"{MASKS}:binary_kl", without_the_rest),
-    ("twice the bound of dppo", PAPER["dppo"], f"{OBJECTIVES}:Bounds", twice_as_far),
-    ("twice the bound of dppo_kl", PAPER["dppo_kl"], f"{OBJECTIVES}:Bounds", twice_as_far),
-    ("KL weighed, no gradient", WEIGHED, f"{LEASH}.loss_term", with_k3s_gradient_alone),
-    ("KL weighed by another ratio", WEIGHED, f"{LEASH}.loss_term", to_the_trainers_own),
-    (
-        "entropy without a gradient",
-        the_bonus_is_that_of_a_plain_softmax,
-        f"{DIST}:_score",
-        entropy_detached,
-    ),
+    ("KL of policy to sampler", PAPER["dppo_kl"], f"{MASKS}:binary_kl"),
+    ("KL of the token alone", PAPER["dppo_kl"], f"{MASKS}:binary_kl"),
+    ("KL weighed, no gradient", WEIGHED, f"{LEASH}.loss_term"),
+    ("KL weighed by another ratio", WEIGHED, f"{LEASH}.loss_term"),
+    ("entropy without a gradient", the_bonus_is_that_of_a_plain_softmax, f"{DIST}:_score"),
     (
         "the generator over the trainer",
         a_bfloat16_generator_is_corrected,
         "trainer.importance_sampling:correction",
-        the_other_way_round,
     ),
-    ("global generator", contracts.same_seed, "policies.sampler:uniforms", global_generator),
-    ("any code may be named", rooms.targets, "conf.check:_targets", yields_nothing),
-    ("any key on a resume", rooms.resume, "conf.resume:is_among", always),
-    ("another run's job", rooms.sweep, "conf.resume:differences", yields_nothing),
-    ("a dead run goes on", rooms.launch, "trainer.runs.launch:close_status", nothing),
-    ("an unverified checkpoint", rooms.checkpoint, "trainer.checkpoint:read_state", unverified),
-    ("markup in a report", rooms.report, "trainer.reports.page:_TEMPLATES", without_escapes),
-    (
-        "iterations logged twice",
-        rooms.tracker,
-        "trainer.reports.trackers.jsonl:_drop_after",
-        nothing,
-    ),
-    ("secrets shown", rooms.secrets, "trainer.runs.redact:is_secret", show_all),
-    ("cells without a text", rooms.data, "envs.data:Table.text", any_cell),
-    ("a reward fails in silence", rooms.reward, "envs.rewards.rewarded:Rewarded._tell", nothing),
-    ("a tool's state forged", rooms.tool, "envs.transforms.tools:Tool.__call__", any_argument),
-    ("a sandbox without limits", rooms.sandbox, "envs.sandbox:Sandbox.__init__", without_limits),
-    ("a stale engine", rooms.stale_engine, "trainer.weight_sync:_check_arrived", nothing),
-    ("an engine's lost weights", rooms.fresh_engine, "trainer.weight_sync:_check_held", nothing),
-    ("shards restored as zeros", rooms.shards, "policies.sharding:Shards.scatter", zeros),
-    (
-        "preflight says it only",
-        rooms.preflight,
-        "trainer.modes.preflight.play:Findings.problem",
-        say_alone,
-    ),
+    ("global generator", contracts.same_seed, "policies.sampler:uniforms"),
+    ("any code may be named", rooms.targets, "conf.check:_targets"),
+    ("any key on a resume", rooms.resume, "conf.resume:is_among"),
+    ("another run's job", rooms.sweep, "conf.resume:differences"),
+    ("a dead run goes on", rooms.launch, "trainer.runs.launch:close_status"),
+    ("an unverified checkpoint", rooms.checkpoint, "trainer.checkpoint:read_state"),
+    ("markup in a report", rooms.report, "trainer.reports.page:_TEMPLATES"),
+    ("iterations logged twice", rooms.tracker, "trainer.reports.trackers.jsonl:_drop_after"),
+    ("secrets shown", rooms.secrets, "trainer.runs.redact:is_secret"),
+    ("cells without a text", rooms.data, "envs.data:Table.text"),
+    ("a reward fails in silence", rooms.reward, "envs.rewards.rewarded:Rewarded._tell"),
+    ("a tool's state forged", rooms.tool, "envs.transforms.tools:Tool.__call__"),
+    ("a sandbox without limits", rooms.sandbox, "envs.sandbox:Sandbox.__init__"),
+    ("a stale engine", rooms.stale_engine, "trainer.weight_sync:_check_arrived"),
+    ("an engine's lost weights", rooms.fresh_engine, "trainer.weight_sync:_check_held"),
+    ("shards restored as zeros", rooms.shards, "policies.sharding:Shards.scatter"),
+    ("preflight says it only", rooms.preflight, "trainer.modes.preflight.play:Findings.problem"),
 ]
 MUTANTS = [Mutant(*row) for row in ROWS]
 

@@ -95,6 +95,10 @@ def standard(c: Case) -> list[float]:
     return by_group(c, lambda r, group: (r - mean(group)) / (std(group) + 1e-4))
 
 
+def centred(c: Case) -> list[float]:
+    return by_group(c, lambda r, group: r - mean(group))
+
+
 def each(c: Case, term: Callable[[int, int], Tensor]) -> Iterator[list[Tensor]]:
     """Yield a row's terms, one for each token that counts."""
     return ([term(i, t) for t in c.kept[i]] for i in c.rows)
@@ -112,33 +116,31 @@ def over_most(c: Case, term: Callable[[int, int], Tensor]) -> Tensor:
     return sum(map(sum, each(c, term))) / (len(c.rows) * MOST)
 
 
-def grpo(c: Case, curr: Tensor, low: float = 0.2, high: float = 0.2, beta: float = BETA) -> Tensor:
+def clipped(
+    c: Case, curr: Tensor, a: list[float], over: Callable, low: float, high: float, beta: float
+) -> Tensor:
+    """Return the mean `over` tokens of PPO's clipped term less beta k3, to be minimised."""
+
+    def term(i: int, t: int) -> Tensor:
+        r = torch.exp(curr[i, t] - c.gen[i, t])
+        return clip(r, a[i], low, high) - beta * k3(curr[i, t], c.ref[i, t])
+
+    return -over(c, term)
+
+
+def grpo(c: Case, curr: Tensor) -> Tensor:
     """arXiv 2402.03300 eq. 3 and 4, all tokens alike (arXiv 2503.14476 eq. 8)."""
-    a = standard(c)
-    return -over_tokens(
-        c,
-        lambda i, t: (
-            clip(torch.exp(curr[i, t] - c.gen[i, t]), a[i], low, high)
-            - beta * k3(curr[i, t], c.ref[i, t])
-        ),
-    )
+    return clipped(c, curr, standard(c), over_tokens, 0.2, 0.2, BETA)
 
 
 def dapo(c: Case, curr: Tensor) -> Tensor:
     """arXiv 2503.14476 eq. 8: eq. 3 of GRPO with another upper bound, and no KL."""
-    return grpo(c, curr, 0.2, 0.28, 0.0)
+    return clipped(c, curr, standard(c), over_tokens, 0.2, 0.28, 0.0)
 
 
 def dr_grpo(c: Case, curr: Tensor) -> Tensor:
     """arXiv 2503.20783 section 3.2: neither the length nor the std divides."""
-    a = by_group(c, lambda r, group: r - mean(group))
-    return -over_most(
-        c,
-        lambda i, t: (
-            clip(torch.exp(curr[i, t] - c.gen[i, t]), a[i], 0.2, 0.2)
-            - BETA * k3(curr[i, t], c.ref[i, t])
-        ),
-    )
+    return clipped(c, curr, centred(c), over_most, 0.2, 0.2, BETA)
 
 
 def rloo(c: Case, curr: Tensor) -> Tensor:
@@ -155,16 +157,12 @@ def rloo(c: Case, curr: Tensor) -> Tensor:
 
 def whitened(c: Case, curr: Tensor, a: dict[tuple[int, int], float]) -> Tensor:
     """arXiv 2501.03262v9 eq. 5, 7: advantages over mean and std of all tokens, PPO's clipping."""
-    found = list(a.values())
-    return -over_tokens(
-        c,
-        lambda i, t: clip(
-            torch.exp(curr[i, t] - c.gen[i, t]),
-            (a[i, t] - mean(found)) / (std(found) + 1e-4),
-            0.2,
-            0.2,
-        ),
-    )
+    middle, scale = mean(list(a.values())), std(list(a.values())) + 1e-4
+
+    def term(i: int, t: int) -> Tensor:
+        return clip(torch.exp(curr[i, t] - c.gen[i, t]), (a[i, t] - middle) / scale, 0.2, 0.2)
+
+    return -over_tokens(c, term)
 
 
 def reinforce_pp(c: Case, curr: Tensor) -> Tensor:
@@ -180,7 +178,7 @@ def reinforce_pp(c: Case, curr: Tensor) -> Tensor:
 
 def reinforce_pp_baseline(c: Case, curr: Tensor) -> Tensor:
     """arXiv 2501.03262v9 eq. 6 to 8: r less the group's mean, whitened; k2 in the loss."""
-    a = by_group(c, lambda r, group: r - mean(group))
+    a = centred(c)
     kl = over_tokens(c, lambda i, t: (curr[i, t] - c.ref[i, t]) ** 2 / 2)
     return whitened(c, curr, {(i, t): a[i] for i in c.rows for t in c.kept[i]}) + BETA * kl
 
@@ -197,13 +195,7 @@ def bnpo(c: Case, curr: Tensor) -> Tensor:
     middle, both = mean(chances), mean(chances) * (1 - mean(chances)) / std(chances) ** 2 - 1
     shapes = 1 + both * middle / 3, 1 + both * (1 - middle) / 3
     a = by_group(c, lambda r, group: (r - mean(group)) / beta_of(mean(group), *shapes))
-    return -over_most(
-        c,
-        lambda i, t: (
-            clip(torch.exp(curr[i, t] - c.gen[i, t]), a[i], 0.2, 0.28)
-            - BETA * k3(curr[i, t], c.ref[i, t])
-        ),
-    )
+    return clipped(c, curr, a, over_most, 0.2, 0.28, BETA)
 
 
 def gspo(c: Case, curr: Tensor) -> Tensor:
@@ -218,18 +210,17 @@ def gspo(c: Case, curr: Tensor) -> Tensor:
 def cispo(c: Case, curr: Tensor) -> Tensor:
     """arXiv 2506.13585 eq. 4 and 5, with a weight of at most 5, and GRPO's KL."""
     a = standard(c)
-    return -over_tokens(
-        c,
-        lambda i, t: (
-            min(math.exp(float(curr[i, t].detach() - c.gen[i, t])), 5.0) * a[i] * curr[i, t]
-            - BETA * k3(curr[i, t], c.ref[i, t])
-        ),
-    )
+
+    def term(i: int, t: int) -> Tensor:
+        weight = min(math.exp(float(curr[i, t].detach() - c.gen[i, t])), 5.0)
+        return weight * a[i] * curr[i, t] - BETA * k3(curr[i, t], c.ref[i, t])
+
+    return -over_tokens(c, term)
 
 
 def dppo(c: Case, curr: Tensor, divergence: str = "tv", most: float = 0.15) -> Tensor:
     """arXiv 2602.04879 eq. 11 to 14, with the advantage of Dr. GRPO as in its runs, GRPO's KL."""
-    a = by_group(c, lambda r, group: r - mean(group))
+    a = centred(c)
 
     def term(i: int, t: int) -> Tensor:
         now, then = math.exp(float(curr[i, t].detach())), math.exp(float(c.gen[i, t]))
@@ -259,23 +250,8 @@ def minor_sft(c: Case, curr: Tensor) -> Tensor:
     return total / len(c.rows)
 
 
-PAPERS = {
-    f.__name__: f
-    for f in (
-        grpo,
-        dapo,
-        dr_grpo,
-        rloo,
-        reinforce_pp,
-        reinforce_pp_baseline,
-        bnpo,
-        gspo,
-        cispo,
-        dppo,
-        dppo_kl,
-        minor_sft,
-    )
-}
+EACH = (grpo, dapo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, bnpo, gspo, cispo)
+PAPERS = {f.__name__: f for f in (*EACH, dppo, dppo_kl, minor_sft)}
 WORDS = {
     "grpo": ("experiment=grpo_tiny", "algorithm=grpo"),
     "dppo_kl": ("experiment=dppo_tiny", "algorithm.surrogate=kl_mask", "algorithm.kl_bound=0.06"),
@@ -306,13 +282,8 @@ def agrees_with_its_paper(name: str) -> Tensor:
         if algorithm.source._target_ != "trainer.Demonstrations":
             batch = build(algorithm.advantage, algorithm, leash=own, runtime=one_process())(batch)
         terms = build(algorithm.objective, algorithm, leash=own)(Scores(curr), batch)
-        weight = trainer.losses.token_weights(
-            mask,
-            algorithm.aggregation,
-            total_tokens=int(mask.sum()),
-            total_rows=len(c.kept),
-            max_tokens=MOST,
-        )
+        totals = {"total_tokens": int(mask.sum()), "total_rows": len(c.kept), "max_tokens": MOST}
+        weight = trainer.losses.token_weights(mask, algorithm.aggregation, **totals)
         loss = sum((weight * term).sum() for term in terms.loss.values())
         same = c.curr.clone().requires_grad_()
         want = PAPERS[name](c, same)

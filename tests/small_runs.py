@@ -1,13 +1,9 @@
 """A run of four iterations in this process, and tasks that stop it at a given reply."""
 
-import atexit
 import io
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +63,6 @@ def crash() -> None:
     raise ZeroDivisionError("boom")
 
 
-@cache
-def straight() -> Path:
-    """Return the folder of a run that nothing stops, trained once a process; copies may change."""
-    folder = Path(tempfile.mkdtemp(prefix="leash-straight-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    train(folder)
-    return folder
-
-
 def train(
     folder: Path,
     task: Words | None = None,
@@ -83,9 +70,7 @@ def train(
     resume: bool = False,
     every: int = 1,
     refresh: int = 0,
-    decay: float = 0.0,
     control: KLControllerBase | None = None,
-    data: dict[str, str] | None = None,
     enough: EarlyStopping | None = None,
     limit: int = 0,
     change: Callable[[Trainer], object] = lambda loop: None,
@@ -94,13 +79,13 @@ def train(
 ) -> str:
     """Train four iterations, evaluating after the second and the last; return what was shown.
 
-    `refresh` and `decay` say how the reference follows the policy, `steps` are of the update.
-    `engine` makes what samples of the policy, `change` may put other parts into the loop.
+    `refresh` says when the reference follows the policy, `steps` are of the update. `engine` makes
+    what samples of the policy, `change` may put other parts into the loop.
     """
     task, shown = task or Words(), io.StringIO()
     with Runtime(folder, seed=3, device="cpu") as runtime:
         policy, env = make_policy.__wrapped__(), ChatEnv(task, group_size=G)
-        retrieve = Reference(policy, load_reference(policy), every=refresh, decay=decay)
+        retrieve = Reference(policy, load_reference(policy), every=refresh)
         leash = Leash(control or ConstantKLController(kl_coef=0.1))
         objective = GRPOObjective(leash=leash)
         optimizer = make_optimizer(policy.model, lr=1e-2)
@@ -123,7 +108,6 @@ def train(
                 runtime, policy, optimizer, every=every, keep_last=0, reference=retrieve
             ),
             num_iterations=4,
-            data=data or {},
             enough=enough,
             observers=Observers([JsonlTracker(folder, resume=resume), LiveReport(folder), display]),
         )

@@ -1,12 +1,13 @@
 """Steps of the real update and what they hand to the optimiser, on the tiny model."""
 
+from collections.abc import Iterator
+
 import torch
-from contracts import G, Record, leash, make_policy, one_process, rollout
+from contracts import G, Record, leash, make_policy, one_process, rollout, scaled
 from tensordict import TensorDict
 from torch import Tensor
 
 from envs.transforms import RetrieveKL
-from policies.load import load_reference
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
 from trainer.update import Update
@@ -19,15 +20,6 @@ def double_policy() -> TransformersWrapper:
     policy = make_policy.__wrapped__()
     policy.model.double()
     return policy
-
-
-def scaled(policy: TransformersWrapper, factor: float) -> TransformersWrapper:
-    """Return a reference with other weights."""
-    reference = load_reference(policy)
-    with torch.no_grad():
-        for p in reference.model.parameters():
-            p.mul_(factor)
-    return reference
 
 
 def prepared(policy, where: str = "loss") -> tuple[TensorDict, TransformersWrapper]:
@@ -57,6 +49,18 @@ def gradient(policy, objective, batch, **options) -> tuple[Tensor, dict]:
 def tables(model, ids: Tensor) -> Tensor:
     """Return log p(. | tokens < t) for each t from 1 on, [t - 1, V], by one plain forward."""
     return model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+
+
+def each_token(model, batch) -> Iterator[tuple[int, int, int, Tensor]]:
+    """Yield row i, place t, id and log p(. | tokens < t) [V] of each kept token, by plain forwards.
+
+    The rows are padded on the right.
+    """
+    for i, row in enumerate(batch["tokens", "full"]):
+        ids = row[batch["masks", "all_attention_mask"][i]]
+        table = tables(model, ids)
+        for t in batch["loss_mask"][i].nonzero().squeeze(-1).tolist():
+            yield i, t, int(ids[t]), table[t - 1]
 
 
 def grad_of(policy) -> Tensor:

@@ -12,19 +12,6 @@ from tensordict import TensorDict
 from trainer.advantage import BetaAdvantage, GroupAdvantage
 from trainer.losses import group_advantage, spread, standardise
 
-MASK = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1]]).bool()
-
-
-def batch() -> TensorDict:
-    """Two groups of two: rewards 1 and 0, then 2 and 2; a penalty also outside the mask."""
-    raw = torch.tensor([[0, 0, 1.0], [0, 0, 0], [0, 0, 2], [0, 0, 2]])
-    kl = torch.tensor([[9, 1.0, 1], [9, 4, 9], [9, 0, 1], [9, 2, 1]])
-    return TensorDict({"reward_raw": raw, "kl_penalty": kl, "loss_mask": MASK}, [4])
-
-
-def advantage(where="loss", **options) -> GroupAdvantage:
-    return GroupAdvantage(group_size=2, leash=leash(0.5, where), **options)
-
 
 @given(
     baseline=st.sampled_from(["group_mean", "leave_one_out"]),
@@ -43,24 +30,25 @@ def test_equal_rewards_of_a_group_are_no_advantage_to_the_last_bit(baseline, val
     assert not standardise(torch.full((size,), value)).any()
 
 
-def test_without_a_kl_in_the_reward_the_task_alone_decides():
-    out = advantage()(batch())
-    scale = 0.5**0.5 + 1e-4  # the unbiased std of 1 and 0
-    want = torch.tensor([0.5 / scale, -0.5 / scale, 0, 0])[:, None] * MASK
-    torch.testing.assert_close(out["advantage"], want)
-    assert not out["reward_kl"].any()
-    assert torch.equal(out["reward"], out["reward_raw"])
-
-
-def test_the_kl_is_charged_at_kept_tokens_and_never_scaled():
-    out = advantage(where="reward")(batch())
-    kl = torch.tensor([[0, -0.5, -0.5], [0, -2, 0], [0, 0, -0.5], [0, -1, -0.5]])
-    torch.testing.assert_close(out["reward_kl"], kl)
-    torch.testing.assert_close(out["reward"], out["reward_raw"] + kl)
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_the_kl_is_charged_at_kept_tokens_of_the_reward_alone_and_never_scaled(where):
+    """Two groups of two: rewards 1 and 0, then 2 and 2; a penalty also outside the mask."""
+    mask = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1]]).bool()
+    raw = torch.tensor([[0, 0, 1.0], [0, 0, 0], [0, 0, 2], [0, 0, 2]])
+    kl = torch.tensor([[9, 1.0, 1], [9, 4, 9], [9, 0, 1], [9, 2, 1]])
+    td = TensorDict({"reward_raw": raw, "kl_penalty": kl, "loss_mask": mask}, [4])
+    made = GroupAdvantage(group_size=2, leash=leash(0.5, where))
+    out, here = made(td.clone()), where == "reward"
+    paid = torch.tensor([[0, -0.5, -0.5], [0, -2, 0], [0, 0, -0.5], [0, -1, -0.5]]) * here
+    torch.testing.assert_close(out["reward_kl"], paid)
+    torch.testing.assert_close(out["reward"], raw + paid)
     # Sums of the KL part are -1, -2 and -0.5, -1.5: half a nat around each mean.
-    scale = 0.5**0.5 + 1e-4
-    want = torch.tensor([0.5 / scale + 0.5, -0.5 / scale - 0.5, 0.5, -0.5])[:, None] * MASK
+    task = torch.tensor([0.5, -0.5, 0, 0]) / (0.5**0.5 + 1e-4)  # the unbiased std of 1 and 0
+    want = (task + here * torch.tensor([0.5, -0.5, 0.5, -0.5]))[:, None] * mask
     torch.testing.assert_close(out["advantage"], want)
+    if here:
+        with pytest.raises(ValueError, match="kl_penalty"):
+            made(td.exclude("kl_penalty"))
 
 
 # Task 1 and 0, KL -0.5 and -1.5: half of each difference around the mean, all of it alone.
@@ -78,12 +66,7 @@ def leaves_the_baseline(baseline: str) -> None:
     td["reward_raw"] = torch.tensor([[1.0], [9.0], [0.0], [7.0], [2.0], [8.0]])
     td["kl_penalty"] = torch.tensor([[1.0], [6.0], [3.0], [5.0], [2.0], [4.0]])
     td["loss_mask"] = torch.tensor([[True], [False], [True], [False], [True], [False]])
-    made = GroupAdvantage(
-        group_size=3,
-        baseline=baseline,
-        leash=leash(0.5, "reward"),
-        **options,
-    )
+    made = GroupAdvantage(group_size=3, baseline=baseline, leash=leash(0.5, "reward"), **options)
     alone = 2.0 - 0.5 * 2.0 if baseline == "none" else 0.0
     want = torch.tensor([first, 0, second, 0, alone, 0])
     torch.testing.assert_close(made(td)["advantage"].squeeze(-1), want)
@@ -98,21 +81,22 @@ def test_the_density_of_bnpo_is_that_of_the_groups_that_are_learnt_from():
     raw = torch.tensor([[1.0], [0.0], [1.0], [1.0], [0.0], [0.0], [0.0], [1.0]])
     td = TensorDict({"reward_raw": raw, "loss_mask": raw >= 0}, [8])
     td["loss_mask"][4:6] = False  # a reply that could not be judged took its group along
-    options = {"group_size": 2, "leash": leash(0.0), "scale_by_std": False}
-    learnt = [0, 1, 2, 3, 6, 7]
-    want = BetaAdvantage(**options)(td[learnt].clone())["advantage"]
-    got = BetaAdvantage(**options)(td)["advantage"]
-    torch.testing.assert_close(got[learnt], want)
-    assert not got[4:6].any()
+    got = BetaAdvantage(group_size=2, leash=leash(0.0), scale_by_std=False)(td)["advantage"]
     # Means 0.5, 1, 0.5 have mean 2/3 and variance 1/12, and so has Beta(10/9, 5/9).
     shapes = (1 + 10 / 27, 1 + 5 / 27)
     log_norm = math.lgamma(sum(shapes)) - sum(map(math.lgamma, shapes))
-    density = math.exp(log_norm) * 0.5 ** (sum(shapes) - 2)
-    assert got[0].item() == pytest.approx(0.5 / density, rel=1e-5)
+    each = 0.5 / (math.exp(log_norm) * 0.5 ** (sum(shapes) - 2))
+    want = [each, -each, 0, 0, 0, 0, -each, each]
+    assert got.squeeze(-1).tolist() == pytest.approx(want, rel=1e-5)
 
 
-def test_a_charge_without_a_measured_kl_is_refused():
-    with pytest.raises(ValueError, match="kl_penalty"):
-        advantage(where="reward")(batch().exclude("kl_penalty"))
+def test_what_makes_no_advantage_is_refused():
+    td = TensorDict({"reward_raw": torch.ones(4, 1), "loss_mask": torch.ones(4, 1) > 0}, [4])
+    options = {"leash": leash(0.0), "scale_by_std": False}
     with pytest.raises(ValueError, match="group_size >= 2"):
-        GroupAdvantage(group_size=1, leash=leash(0.5))(batch())
+        GroupAdvantage(group_size=1, **options)(td)
+    with pytest.raises(ValueError, match="rewards from 0 to 1"):
+        BetaAdvantage(group_size=2, **options)(td.set("reward_raw", -td["reward_raw"]))
+    td["group_id"] = torch.tensor([1, 1, 1, 2])
+    with pytest.raises(ValueError, match="groups of 2 rows"):
+        GroupAdvantage(group_size=2, **options)(td)

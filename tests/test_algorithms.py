@@ -7,17 +7,10 @@ compared with is written from the paper's equation, with the paper's numbers.
 import pytest
 import torch
 from contracts import Words, leash, make_policy, one_process, plain_log_probs
-from papers import (
-    BETA,
-    PAPERS,
-    G,
-    agrees_with_its_paper,
-    batch_of,
-    case,
-)
+from papers import BETA, PAPERS, G, agrees_with_its_paper, batch_of, case
 
 from envs.chat_env import ChatEnv
-from trainer.advantage import BetaAdvantage, GroupAdvantage
+from trainer.advantage import GroupAdvantage
 from trainer.demonstrations import Demonstrations, ReferenceLogProbs
 from trainer.surrogates import RATIOS, Bounds, clipped_term, is_clipped
 
@@ -29,18 +22,12 @@ def test_loss_and_gradient_are_those_of_the_paper(name):
     assert not bounded or 0 < clipped.double().mean() < 1, "the case needs tokens of both kinds"
 
 
-# The parts.
-
-
-def test_a_group_need_not_lie_together():
-    batch = batch_of(case())
-    made = GroupAdvantage(group_size=G, leash=leash(BETA))
-    want = made(batch.clone())["advantage"]
-    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-    assert torch.equal(made(batch[order])["advantage"], want[order])
-    batch["group_id"][0] = 1
-    with pytest.raises(ValueError, match="groups of 4 rows"):
-        made(batch)
+def test_a_group_need_not_lie_together_and_an_advantage_has_its_bound():
+    batch, order = batch_of(case()), torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+    want = GroupAdvantage(group_size=G, leash=leash(BETA))(batch.clone())["advantage"]
+    assert want.abs().max() > 0.8
+    bounded = GroupAdvantage(group_size=G, leash=leash(BETA), clip_advantage=0.8)
+    assert torch.equal(bounded(batch[order])["advantage"], want[order].clamp(-0.8, 0.8))
 
 
 def test_a_token_that_is_clipped_with_its_sequence_has_no_gradient():
@@ -65,25 +52,6 @@ def test_two_sided_clipping_by_hand():
     (gradient,) = torch.autograd.grad(term.sum(), curr)
     assert gradient.tolist() == pytest.approx([2.0, 0.0, 0.0, 0.0])
     assert is_clipped(curr, gen, r, a, bounds).tolist() == [False, True, True, True]
-
-
-def test_an_advantage_has_the_bound_that_it_is_given():
-    free, bounded = (
-        GroupAdvantage(group_size=G, leash=leash(BETA), clip_advantage=bound)(batch_of(case()))
-        for bound in (None, 0.8)
-    )
-    assert free["advantage"].abs().max() > 0.8
-    assert torch.equal(bounded["advantage"], free["advantage"].clamp(-0.8, 0.8))
-
-
-def test_bnpo_wants_rewards_from_0_to_1_and_no_other_scale():
-    options = {"group_size": G, "leash": leash(BETA)}
-    batch = batch_of(case())
-    batch["reward_raw"] = -batch["reward_raw"]
-    with pytest.raises(ValueError, match="rewards from 0 to 1"):
-        BetaAdvantage(**options, scale_by_std=False)(batch)
-    with pytest.raises(ValueError, match=r"algorithm\.scale_by_std"):
-        BetaAdvantage(**options)(batch)
 
 
 @torch.no_grad()

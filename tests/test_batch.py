@@ -1,7 +1,6 @@
 """The table of the batch's keys (trainer/batch.py) and what stands in batches."""
 
 import pytest
-import torch
 from contracts import G, Words, leash, make_policy, one_process
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
@@ -9,22 +8,16 @@ import trainer
 from envs.chat_env import ChatEnv
 from policies.load import load_reference
 from policies.scorer import Critic
-from trainer.batch import KEYS, reads
+from trainer.batch import KEYS
 from trainer.reference import Reference
-from trainer.update import SCORED, Update
 
-OPTIONAL = {"<name>", "<metric>"}
+OPTIONAL = ("<name>", "<metric>")
 
 
 def entry_of(path: tuple[str, ...]) -> object:
     """Return the key of the table that stands for a path in a batch, None if there is none."""
-    for key in KEYS:
-        parts = key if isinstance(key, tuple) else (key,)
-        if len(parts) == len(path) and all(
-            a in (b, *OPTIONAL) for a, b in zip(parts, path, strict=True)
-        ):
-            return key
-    return None
+    names = (path[0] if len(path) == 1 else path, *((path[0], name) for name in OPTIONAL))
+    return next((key for key in names if key in KEYS), None)
 
 
 def leaves(td: TensorDictBase, prefix: tuple[str, ...] = ()):
@@ -72,25 +65,3 @@ def test_every_entry_of_a_batch_is_in_the_table_with_its_shape_and_dtype(made) -
             assert value.shape in [shapes[s] for s in shape.split(" or ")], path
             assert dtype in ("any", str(value.dtype).removeprefix("torch.")), path
     assert set(KEYS) - seen == {"weight"}, "the table has keys that no batch has"
-
-
-def test_the_update_gets_what_its_parts_read_and_adds_the_weight(made, monkeypatch) -> None:
-    batch, policy, seen = made[0], make_policy(), []
-    objective, original = trainer.GRPOObjective(leash=leash()), trainer.update.select_rows
-
-    def select_rows(td: TensorDictBase, rows: list[int]) -> TensorDictBase:
-        seen.append(td)
-        return original(td, rows)
-
-    monkeypatch.setattr("trainer.update.select_rows", select_rows)
-    optimizer = torch.optim.SGD(policy.model.parameters(), lr=0.0)
-    update = Update(policy.scorer, optimizer, objective, one_process(), lr=lambda step: 0.0)
-    update(batch.clone())
-    inside = {entry_of(path) for td in seen for path, _ in leaves(td)}
-    there = {entry_of(path) for path, _ in leaves(batch)}
-    assert inside == {*SCORED, *objective.reads} & there | {"weight"}
-
-
-def test_a_part_that_reads_an_unknown_key_says_so_at_import() -> None:
-    with pytest.raises(KeyError, match="advantge"):
-        reads("advantge")

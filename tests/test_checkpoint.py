@@ -2,16 +2,15 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from contracts import make_policy
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from policies.cache import write_manifest
-from trainer.checkpoint import Checkpoints, save_model
+from trainer.checkpoint import Checkpoints
 from trainer.optimizer import make_optimizer
 from trainer.runtime import Runtime
 
@@ -91,47 +90,36 @@ def two(tmp_path_factory) -> Path:
 
 
 FILES = ("model/model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json")
-LOOKS = {  # like a checkpoint, and its hashes are right
+DAMAGES = {
+    f"{file}: {damage.__name__}": lambda folder, file=file, damage=damage: damage(folder / file)
+    for file in FILES
+    for damage in (flip, cut, Path.unlink)
+} | {  # and what looks like a checkpoint, hashes right
     "other weights": lambda folder: shutil.copy(folder / FILES[0], folder / "model/z.safetensors"),
     "no weights": lambda folder: shutil.rmtree(folder / "model") or sealed(folder),
-    "another iteration": lambda folder: sealed(folder, iteration=10**6),
+    "another iteration": partial(sealed, iteration=10**6),
 }
 
 
-def is_passed_over(two: Path, folder: Path, damage: Callable[[Path], object]) -> None:
-    shutil.copytree(two, folder, dirs_exist_ok=True)
-    damage(folder / "checkpoints" / "iteration_000002")
-    _, _, saved = make(folder, keep_last=1)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_and_goes(two, tmp_path, damage):
+    shutil.copytree(two, tmp_path, dirs_exist_ok=True)
+    DAMAGES[damage](tmp_path / "checkpoints" / "iteration_000002")
+    _, _, saved = make(tmp_path, keep_last=1)
     assert saved.newest().name == "iteration_000001"
     assert saved.skipped == ["iteration_000002"]
     saved.save(3, {})
     assert names(saved) == ["iteration_000003"]
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
-def test_a_damaged_checkpoint_is_passed_over_and_goes(two, tmp_path, file, damage):
-    is_passed_over(two, tmp_path, lambda folder: damage(folder / file))
-
-
-@pytest.mark.parametrize("change", LOOKS.values(), ids=LOOKS)
-def test_what_only_looks_like_a_checkpoint_is_passed_over_and_goes(two, tmp_path, change):
-    is_passed_over(two, tmp_path, change)
-
-
-def test_nothing_but_damaged_ones_is_an_error_that_lists_them(two, tmp_path):
-    folder = shutil.copytree(two, tmp_path / "run")
-    _, _, saved = make(folder)
-    for path in saved.folder.iterdir():
-        cut(path / "state.json")
-    with pytest.raises(ValueError, match=r"iteration_000002, iteration_000001"):
-        saved.newest()
-
-
-def test_a_checkpoint_of_a_later_leash_is_refused_by_its_format(two, tmp_path):
+def test_only_damaged_ones_and_those_of_a_later_leash_are_errors(two, tmp_path):
     _, _, saved = make(shutil.copytree(two, tmp_path / "run"))
     sealed(saved.newest(), format=2)
     with pytest.raises(ValueError, match="iteration_000002 is of format 2"):
+        saved.newest()
+    for path in saved.folder.iterdir():
+        cut(path / "state.json")
+    with pytest.raises(ValueError, match=r"iteration_000002, iteration_000001"):
         saved.newest()
 
 
@@ -152,40 +140,18 @@ def test_saves_come_when_due_and_only_the_last_are_kept(tmp_path):
     assert not never.folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("objectives", "kept"),
-    [
-        ([0.1, 0.9, 0.3, 0.2], [2, 4]),
-        ([-2.0, 0.0, -1.0, -3.0], [2, 4]),  # zero is a score like any other
-        ([None, None, None, 0.5], [4]),
-    ],
-)
-def test_the_best_is_kept_beside_the_last(tmp_path, objectives, kept):
+@pytest.mark.parametrize("objectives", [[0.1, 0.9, 0.3, 0.2], [None, 0.0, -1.0, -3.0]])
+def test_the_best_is_kept_beside_the_last(tmp_path, objectives):
     _, _, saved = make(tmp_path, keep_last=1, keep_best=True)
     for iteration, objective in enumerate(objectives, start=1):
         saved.save(iteration, {"objective": objective})
-    assert names(saved) == [f"iteration_{i:06d}" for i in kept]
-
-
-def test_a_damaged_one_is_never_the_best(tmp_path):
-    _, _, saved = make(tmp_path, keep_last=1, keep_best=True)
-    saved.save(1, {"objective": 0.9})
-    (saved.folder / "iteration_000001" / "state.json").write_text("{torn")
-    saved.save(2, {"objective": 0.1})
-    assert names(saved) == ["iteration_000002"]
+    assert names(saved) == ["iteration_000002", "iteration_000004"]
+    (saved.folder / "iteration_000002" / "state.json").write_text("{torn")
+    saved.save(5, {"objective": -9.0})
+    assert names(saved) == ["iteration_000004", "iteration_000005"], "a damaged one is never it"
 
 
 # What is interrupted.
-
-
-def test_saving_again_replaces_and_clears_what_was_left_behind(tmp_path):
-    _, _, saved = make(tmp_path, steps=1)
-    saved.save(1, {"tokens": 1})
-    for name in (".part-iteration_000001", ".trash-iteration_000000"):
-        (saved.folder / name / "model").mkdir(parents=True)
-    saved.save(1, {"tokens": 2})
-    assert names(saved) == ["iteration_000001"]
-    assert json.loads((saved.newest() / "state.json").read_text())["tokens"] == 2
 
 
 @pytest.mark.parametrize("fails", ["save_file", "write_manifest", "discard"])
@@ -201,29 +167,11 @@ def test_a_save_that_fails_at_any_point_leaves_the_one_before(tmp_path, fails, m
         with pytest.raises(OSError, match="no space"):
             saved.save(2, {})
     assert saved.newest().name == "iteration_000001"
-    saved.save(2, {})
-    assert saved.newest().name == "iteration_000002"
-
-
-class Second(Runtime):
-    """Rank 1 of two, whose disk shows nothing; rank 0 has chosen."""
-
-    is_main, ranks = False, 2
-    chosen = (Path("/run/checkpoints/iteration_000002"), ["iteration_000003"])
-
-    def gather(self, value):
-        if isinstance(value, str):  # the folder of the run
-            return [value, value]
-        return [self.chosen, value]
-
-
-def test_the_checkpoint_that_rank_0_chose_is_taken_on_all(tmp_path, monkeypatch):
-    monkeypatch.setenv("LEASH_FOLDER", "")  # so that it is as before at the end
-    policy = make_policy()
-    found = Checkpoints(Second(tmp_path), policy, make_optimizer(policy.model, lr=1.0))
-    (found.folder / "iteration_000009").mkdir(parents=True)
-    assert found.newest() == Second.chosen[0]
-    assert found.skipped == ["iteration_000003"]
+    (saved.folder / ".trash-iteration_000000" / "model").mkdir(parents=True)  # one was killed
+    for tokens in (1, 2):  # to save again replaces
+        saved.save(2, {"tokens": tokens})
+        assert saved.restore(saved.newest())["tokens"] == tokens
+    assert names(saved) == ["iteration_000001", "iteration_000002"]
 
 
 # What is loaded.
@@ -234,16 +182,3 @@ def test_weights_of_another_model_are_refused(two):
     other.model.lonely = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="lonely"):
         found.restore(found.newest())
-
-
-def test_a_saved_model_is_an_ordinary_one(tmp_path):
-    policy = make_policy()
-    save_model(policy, tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    chat = [{"role": "user", "content": "Sort 3"}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert ids == policy.renderer.render(chat, add_generation_prompt=True).ids
-    with torch.no_grad():
-        a, b = (m.eval()(torch.tensor([ids])).logits for m in (model, policy.model))
-    assert torch.equal(a, b)

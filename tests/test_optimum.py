@@ -5,9 +5,7 @@ so the optimum of E[r] - c KL is known exactly. leash's own advantage, leash, ob
 train it on sampled replies, and the end is measured over all 31.
 """
 
-import copy
 import itertools
-import math
 from dataclasses import dataclass
 from math import isclose
 
@@ -20,14 +18,7 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from policies.scorer import Scorer
-from trainer import (
-    BudgetKLController,
-    ConstantKLController,
-    GroupAdvantage,
-    GRPOObjective,
-    Leash,
-)
-from trainer.losses import kl_term
+from trainer import ConstantKLController, GroupAdvantage, GRPOObjective, Leash
 from trainer.update import Update
 
 pytestmark = pytest.mark.runs
@@ -56,14 +47,6 @@ class End:
         reward = float(((raised - log_z).exp() * REWARD).sum())
         return reward, reward / coeff - log_z
 
-    def nominal(self) -> float:
-        """Return the coefficient whose optimum has this reward."""
-        low, high = 1e-3, 1e3
-        for _ in range(60):
-            middle = math.sqrt(low * high)
-            low, high = (low, middle) if self.optimum(middle)[0] < self.reward else (middle, high)
-        return low
-
 
 def log_probs(model: torch.nn.Module) -> Tensor:
     """Return those of the tokens of every reply, [31, 3] float64; 0 outside."""
@@ -80,18 +63,12 @@ def small() -> Qwen2ForCausalLM:
     return model
 
 
-def train(coeff: float, *, steps: int, estimator: str = "k1", target: float | None = None) -> End:
-    """Train on `REPLIES` fresh replies a step, the rate falling to 0; k1 acts in the reward.
-
-    With a `target` (nats) `kl.controller=budget` steers the coefficient.
-    """
+def train(coeff: float, *, steps: int) -> End:
+    """Train on `REPLIES` fresh replies a step, the rate falling to 0, with k1 in the reward."""
     model = small()
     with torch.no_grad():
         ref = log_probs(model)
-    where = "reward" if estimator == "k1" else "loss"
-    constant = ConstantKLController(kl_coef=coeff)
-    control = BudgetKLController(coeff, target=target) if target else constant
-    leash = Leash(control, estimator, where)
+    leash = Leash(ConstantKLController(kl_coef=coeff), "k1", "reward")
     advantage = GroupAdvantage(group_size=REPLIES, scale_by_std=False, leash=leash)
     update = Update(
         Scorer(model),
@@ -101,19 +78,13 @@ def train(coeff: float, *, steps: int, estimator: str = "k1", target: float | No
         lr=lambda step: 0.01 * (1 - step / steps),
         max_tokens=2,
         max_grad_norm=0.0,
-        reference=Scorer(copy.deepcopy(model)),
     )
     draw = torch.Generator().manual_seed(0)
     for _ in range(steps):
         with torch.no_grad():
             own = log_probs(model)
         picked = own.sum(-1).exp().multinomial(REPLIES, replacement=True, generator=draw)
-        batch = _batch(picked, own, ref)
-        update(advantage(batch))
-        measured = batch["kl_penalty"], kl_term(own[picked], ref[picked], "k3")
-        k1, k3 = (float(kl.sum(-1).mean()) for kl in measured)
-        seen = {"kl/ref": k1, "kl/ref_sequence": k1, "kl/ref_k3": k3}  # a reply as one token
-        leash.follow(seen, replies=REPLIES)
+        update(advantage(_batch(picked, own, ref)))
     with torch.no_grad():
         own = log_probs(model)
     chance = own.sum(-1).exp()
@@ -139,26 +110,3 @@ def test_k1_in_the_reward_ends_at_the_reference_reweighted(coeff):
     reward, kl = end.optimum(coeff)
     assert isclose(end.reward, reward, rel_tol=0.01)
     assert isclose(end.kl, kl, rel_tol=0.02)
-    assert isclose(end.nominal(), coeff, rel_tol=0.02)
-
-
-@pytest.mark.parametrize("nats", [0.3, 1.0])
-def test_a_budget_is_spent(nats):
-    """From one coefficient, whose own optimum has neither."""
-    end = train(0.5, target=nats, steps=120)
-    assert isclose(end.kl, nats, rel_tol=0.1)
-
-
-def test_k3_in_the_loss_ends_elsewhere_and_pays_more():
-    end = train(1.0, estimator="k3", steps=150)
-    assert not isclose(end.nominal(), 1.0, rel_tol=0.2)
-    assert end.optimum(end.nominal())[1] / end.kl < 0.9
-
-
-def test_the_optimum_is_better_than_its_neighbours():
-    start = train(1.0, steps=0).start
-    assert start.exp().sum().item() == pytest.approx(1, abs=1e-6)
-    assert len({tuple(ids) for ids in IDS.tolist()}) == 31
-    best = End(0.0, 0.0, start)
-    values = [reward - kl for reward, kl in map(best.optimum, (0.9, 1.0, 1.1))]
-    assert values[1] == max(values)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def status(folder: Path) -> dict:
     return json.loads((folder / "status.json").read_text())
 
 
-def test_a_run_that_ends_is_finished(tmp_path):
+def test_a_run_that_ends_is_finished_or_failed(tmp_path):
     with Runtime(tmp_path / "run") as runtime:
         assert status(runtime.folder)["state"] == "running"
         runtime.write_status(iteration=3, objective=0.5)
@@ -27,15 +28,16 @@ def test_a_run_that_ends_is_finished(tmp_path):
     assert (done["state"], done["reason"], done["objective"]) == ("finished", None, 0.5)
     assert done["seconds"] >= 0
     assert sorted(p.name for p in runtime.folder.iterdir()) == ["status.json"]
+    with pytest.raises(ZeroDivisionError), Runtime(tmp_path):
+        _ = 1 / 0
+    assert status(tmp_path)["state"] == "failed"
 
 
-STOPS = [(signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGINT, "stopped by Ctrl-C")]
-
-
-@pytest.mark.parametrize(("number", "reason"), STOPS)
-def test_a_signal_stops_at_the_next_border(tmp_path, number, reason):
-    before = signal.getsignal(number)
-    steps = []
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
+)
+def test_a_signal_stops_at_the_next_border(tmp_path, number, name):
+    before, steps = signal.getsignal(number), []
 
     def loop(runtime: Runtime) -> None:
         runtime.on_stop = lambda: steps.append("told")
@@ -49,30 +51,21 @@ def test_a_signal_stops_at_the_next_border(tmp_path, number, reason):
     with pytest.raises(Stopped), Runtime(tmp_path) as runtime:
         loop(runtime)
     assert steps == [0, 1, "told", "the rest of the iteration"]
-    assert status(tmp_path)["state"] == "preempted"
-    assert status(tmp_path)["reason"] == reason
+    found = status(tmp_path)
+    assert (found["state"], found["reason"]) == ("preempted", f"stopped by {name}")
     assert signal.getsignal(number) == before, "the handlers of the caller are back"
 
 
-@pytest.mark.parametrize("place", ["set-up", "stoppable block"])
-def test_a_signal_ends_what_holds_nothing_at_once(tmp_path, place):
-    def work(runtime: Runtime) -> None:
-        if place == "set-up":
-            os.kill(os.getpid(), signal.SIGINT)
-            raise AssertionError("went on")
-        with runtime.stoppable():
-            os.kill(os.getpid(), signal.SIGINT)
-            raise AssertionError("went on")
+def interrupted() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    raise AssertionError("went on")
 
-    with pytest.raises(Stopped, match="stopped by Ctrl-C"), Runtime(tmp_path) as runtime:
-        work(runtime)
+
+@pytest.mark.parametrize("place", [nullcontext, Runtime.stoppable])
+def test_a_signal_ends_the_set_up_and_stoppable_blocks_at_once(tmp_path, place):
+    with pytest.raises(Stopped, match="Ctrl-C"), Runtime(tmp_path) as runtime, place(runtime):
+        interrupted()
     assert status(tmp_path)["state"] == "preempted"
-
-
-def test_a_run_that_fails_says_so(tmp_path):
-    with pytest.raises(ZeroDivisionError), Runtime(tmp_path):
-        _ = 1 / 0
-    assert status(tmp_path)["state"] == "failed"
 
 
 def test_a_second_signal_ends_the_process_at_once_with_a_true_status(tmp_path, monkeypatch):
@@ -80,19 +73,22 @@ def test_a_second_signal_ends_the_process_at_once_with_a_true_status(tmp_path, m
     with Runtime(tmp_path) as runtime:
         with runtime.stoppable():
             pass
-        exit_process = lambda code: codes.append((code, status(tmp_path)["reason"]))  # noqa: E731
-        monkeypatch.setattr("trainer.runtime.os._exit", exit_process)
+        leave = lambda code: codes.append((code, status(tmp_path)["reason"]))  # noqa: E731
+        monkeypatch.setattr("trainer.runtime.os._exit", leave)
         os.kill(os.getpid(), signal.SIGTERM)
         assert codes == []
         os.kill(os.getpid(), signal.SIGINT)
     assert codes == [(128 + signal.SIGINT, "stopped by SIGTERM")]
 
 
-def test_what_accelerate_launch_always_sets_is_no_setting(tmp_path, monkeypatch):
+def test_settings_of_accelerate_launch_are_usual_or_refused(tmp_path, monkeypatch):
     usual = {"MIXED_PRECISION": "no", "GRADIENT_ACCUMULATION_STEPS": "1", "USE_FSDP": "false"}
     for name, value in usual.items():
         monkeypatch.setenv(f"ACCELERATE_{name}", value)
     assert Runtime(tmp_path).accelerator.gradient_accumulation_steps == 1
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ValueError, match=r"policy\.autocast=bfloat16"):
+        Runtime(tmp_path)
 
 
 def test_float64_is_asked_only_of_devices_that_have_it():

@@ -1,7 +1,5 @@
 """Where batches come from: a function of (seed, iteration), shared between the ranks."""
 
-from collections import Counter
-
 import pytest
 import torch
 from contracts import Words, make_policy, one_process
@@ -15,7 +13,7 @@ from trainer.demonstrations import Demonstrations
 from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
 from trainer.runtime import Runtime
-from trainer.sources import DynamicRollouts, Rollouts, picks
+from trainer.sources import Rollouts, picks
 
 
 class Rank(Runtime):
@@ -51,11 +49,6 @@ def test_every_epoch_holds_each_row_once(size, count, seed):
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
-    orders = {tuple(picks(i, size=7, count=7, seed=s)) for i in range(3) for s in range(3)}
-    assert len(orders) == 9
-
-
 def test_prompts_are_a_function_of_seed_and_iteration(tmp_path):
     source, later = rollouts(Runtime(tmp_path, seed=3)), rollouts(Runtime(tmp_path, seed=3))
     first = source.prompts(5)
@@ -75,8 +68,6 @@ def test_ranks_take_the_slices_of_what_one_rank_takes_and_sample_the_same(tmp_pa
     whole, parts = source.prompts(1), [half.prompts(1) for half in halves]
     for key in ("group_id", "stream"):
         assert torch.cat([p[key] for p in parts]).tolist() == whole[key].tolist()
-    rows = [r["answer"] for p in parts for r in p.get("row").tolist()]
-    assert rows == [r["answer"] for r in whole.get("row").tolist()]
     replies = [str(r) for half in halves for r in half(0).get("response").tolist()]
     assert replies == [str(r) for r in source(0).get("response").tolist()]
     with pytest.raises(ValueError, match="2 ranks"):
@@ -97,8 +88,7 @@ def test_what_a_reward_writes_into_its_row_is_in_no_later_prompt():
     for task in (Words(), Writing()):
         parts = {"task": task, "generator": make_policy(), "runtime": one_process()}
         source = Rollouts(**parts, env=ChatEnv(task, group_size=2), size=4)
-        batches = [source(0), source(1), source(0)]
-        texts = [[str(text) for text in batch.get("prompt").tolist()] for batch in batches]
+        texts = [list(map(str, source(i).get("prompt").tolist())) for i in (0, 0)]
         evaluate = Evaluate(**parts, env=ChatEnv(task), num_samples=2)
         found[type(task)] = texts, evaluate(0), evaluate(0)
     assert found[Writing] == found[Words]
@@ -109,24 +99,19 @@ def test_what_a_reward_writes_into_its_row_is_in_no_later_prompt():
 
 def rows_of(batch) -> list[tuple]:
     """Return what each row is, without padding."""
-    attended = batch["masks", "all_attention_mask"]
     names = ("reward_raw", "loss_mask", ("log_probs", "full"), ("tokens", "full"))
-    rows = []
-    for i in range(len(attended)):
-        entries = [batch[name][i][attended[i]].tolist() for name in names]
-        rows.append((str(batch["prompt"][i]), int(batch["group_id"][i]), *entries))
-    return rows
+    return [
+        (str(row["prompt"]), int(row["group_id"]), *(row[name][real].tolist() for name in names))
+        for row in batch
+        for real in [row["masks", "all_attention_mask"]]
+    ]
 
 
 def test_idle_places_are_drawn_again_with_other_rows_and_the_rest_stays(tmp_path):
-    runtime = Rank(tmp_path, 0, 1, seed=1)
-    source = dynamic(runtime, Many())
-    plain = Rollouts(
-        task=Many(), env=source.env, generator=source.generator, runtime=runtime, size=4
-    )
+    source = dynamic(Rank(tmp_path, 0, 1, seed=1), Many())
     redrawn = 0
     for iteration in range(2):
-        before, batch = plain(iteration), source(iteration)
+        before, batch = Rollouts.sample(source, iteration), source(iteration)
         after, draws = rows_of(batch), batch["logged", "group/resampled"].tolist()
         for k, row in enumerate(rows_of(before)):
             if row[0] in Many.flat:
@@ -144,7 +129,6 @@ def test_idle_places_are_drawn_again_with_other_rows_and_the_rest_stays(tmp_path
 def test_what_stays_idle_had_a_row_of_its_own_each_time_and_leaves_the_loss(tmp_path):
     source = dynamic(Rank(tmp_path, 0, 1), Flat(), rounds=9)
     batch = source(0)
-    assert batch["logged", "group/resampled"].tolist() == [9.0] * 12
     assert not batch["loss_mask"].any()
     rows = [[r["answer"] for r in source.prompts(0, k).get("row").tolist()] for k in range(10)]
     for place in range(4):
@@ -155,23 +139,15 @@ def test_what_stays_idle_had_a_row_of_its_own_each_time_and_leaves_the_loss(tmp_
     assert (metrics["group/zero_variance_fraction"], metrics["group/resampled"]) == (1, 9)
 
 
-def test_dynamic_sampling_needs_groups_and_rounds():
-    parts = {"task": Many(), "generator": make_policy(), "runtime": one_process(), "size": 4}
-    for size, rounds in ((1, 1), (2, 0)):
-        with pytest.raises(ValueError, match=r"algorithm\.group_size >= 2 and rounds >= 1"):
-            DynamicRollouts(env=ChatEnv(Many(), group_size=size), rounds=rounds, **parts)
-
-
 # Demonstrations.
 
 
 class Chat(Words):
-    """One demonstration of two turns, and one of one."""
+    """A demonstration of two turns."""
 
     def demonstrations(self) -> list[dict]:
         texts = [("user", "Sort 2 1"), ("assistant", "1 2"), ("user", "8 7"), ("assistant", "7 8")]
-        messages = [{"role": r, "content": c} for r, c in texts]
-        return [{"messages": messages}, {"messages": messages[2:]}]
+        return [{"messages": [{"role": r, "content": c} for r, c in texts]}]
 
 
 @pytest.mark.parametrize("mask", ["assistant", "prompt"])
@@ -179,22 +155,9 @@ def test_the_mask_says_which_turns_are_learnt(mask):
     policy, task = make_policy(), Chat()
     env = ChatEnv(task, system_prompt="Be brief.")
     parts = {"task": task, "env": env, "policy": policy, "runtime": one_process()}
-    batch = Demonstrations(**parts, size=2, mask=mask)(0)
-    attention = batch["masks", "all_attention_mask"]
-    right = torch.arange(attention.shape[1]) < attention.sum(-1, keepdim=True)
-    assert torch.equal(attention, right), "padded right"
-    assert batch["temperature"].tolist() == [1.0, 1.0]
-    found = Counter()
-    for ids, real, learnt, assistant in zip(
-        batch["tokens", "full"],
-        attention,
-        batch["loss_mask"],
-        batch["masks", "all_assistant_mask"],
-        strict=True,
-    ):
-        found[tuple(policy.tokenizer.decode(ids[m]) for m in (real, learnt, assistant))] += 1
+    batch = Demonstrations(**parts, size=1, mask=mask)(0)
+    masks = batch["masks", "all_attention_mask"], batch["loss_mask"]
+    whole, learnt = (policy.tokenizer.decode(batch["tokens", "full"][keep]) for keep in masks)
     system = {"role": "system", "content": "Be brief."}
-    long, short = (policy.renderer.text([system, *r["messages"]]) for r in task.demonstrations())
-    last, both = "7 8<|im_end|>", "1 2<|im_end|>7 8<|im_end|>"
-    learnt = both if mask == "assistant" else last
-    assert found == {(long, learnt, both): 1, (short, last, last): 1}
+    assert whole == policy.renderer.text([system, *task.demonstrations()[0]["messages"]])
+    assert learnt == {"assistant": "1 2<|im_end|>", "prompt": ""}[mask] + "7 8<|im_end|>"

@@ -1,5 +1,6 @@
 """Advantages: from task rewards and the KL charged to them to one number a token, [B, T]."""
 
+import math
 from collections.abc import Callable
 from itertools import chain
 
@@ -32,20 +33,6 @@ def whitened(advantage: Tensor, mask: Tensor, runtime: Runtime | None) -> Tensor
     """Return (A - mean) / (unbiased std + 1e-4) over the kept tokens of all ranks, else 0."""
     mean, std = moments(advantage[mask], runtime)  # of [K] kept tokens
     return (advantage - mean) / (std + STD_FLOOR) * mask  # [B, T]
-
-
-def finish(
-    advantage: Tensor,
-    mask: Tensor,
-    runtime: Runtime | None,
-    *,
-    whiten: bool = False,
-    bound: float | None = None,
-) -> Tensor:
-    """Return the advantages whitened and within +-bound, where that is asked for."""
-    if whiten:
-        advantage = whitened(advantage, mask, runtime)
-    return advantage if bound is None else advantage.clamp(-bound, bound)
 
 
 def beta_density(p: Tensor, mean: float, std: float) -> Tensor:
@@ -91,7 +78,7 @@ class GroupAdvantage:
     ) -> None:
         self.group_size, self.baseline, self.credit = group_size, baseline, credit
         self.scale_by_std = scale_by_std
-        self.whiten, self.bound, self.runtime = whiten, clip_advantage, runtime
+        self.whiten, self.bound, self.runtime = whiten, clip_advantage or math.inf, runtime
         self.leash = leash
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
@@ -108,8 +95,9 @@ class GroupAdvantage:
             scale=self.scale(),
             credit=self.credit,
         )
-        how = {"whiten": self.whiten, "bound": self.bound}
-        return batch.set("advantage", finish(advantage, mask, self.runtime, **how))
+        if self.whiten:
+            advantage = whitened(advantage, mask, self.runtime)
+        return batch.set("advantage", advantage.clamp(-self.bound, self.bound))
 
     def _order(self, batch: TensorDictBase) -> Tensor:
         """Return the rows in an order in which those of a group are adjacent, [B]."""

@@ -119,9 +119,8 @@ class Trajectories:
         batch.set("reward_raw", tokens["reward"])
         for name, total in self.parts.items():
             batch.set(("reward_part", name), total.float().to(device))
-        batch.set("success", self.flags["success"].to(device))
-        batch.set("truncated", self.flags["truncated"].to(device))
-        batch.set("dropped", self.flags["dropped"].to(device))
+        for name, flags in self.flags.items():
+            batch.set(name, flags.to(device))
         batch.set("reward_errors", self.errors.float().to(device))
         batch.set("group_id", group_id.to(device))
         batch.set("policy_version", self.version.to(device))

@@ -190,15 +190,11 @@ class Efficiency:
         if self.limit is not None and play.runtime.is_main:
             write_text(self.path, json.dumps({"samples": self.samples, **found}))
 
-    def known(self) -> bool:
-        """Return whether there are samples, those of a resumed run too."""
-        if self.limit is None and self.path.is_file():
-            self.limit = read_limit(self.path)
-        return self.limit is not None
-
     def __call__(self, scores: dict[str, float], rows: int) -> dict[str, float]:
         """Return kl/efficiency of an evaluation of so many rows, if the samples reach so far."""
-        if not self.known() or self.limit is None or self.limit.asked != rows:
+        if self.limit is None and self.path.is_file():  # of a resumed run
+            self.limit = read_limit(self.path)
+        if self.limit is None or self.limit.asked != rows:
             return {}
         share = self.limit.efficiency_of(scores)
         return {} if share is None else {"kl/efficiency": share}

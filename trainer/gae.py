@@ -5,13 +5,15 @@ a token is the next kept one, over whatever a user or a tool says in between. Th
 the last kept token, by itself or by a limit. All tensors are [B, T].
 """
 
+import math
+
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.roles import Policy
 from policies.scorer import score_in_parts
-from trainer.advantage import finish
+from trainer.advantage import whitened
 from trainer.batch import reads
 from trainer.kl import Leash
 from trainer.runtime import Runtime
@@ -35,7 +37,6 @@ def gae(
     >>> gae(reward, value, torch.tensor([[True, False, True]]), lmbda=0.5).tolist()
     [[0.125, 0.0, 0.75]]
     """
-    check_shares(gamma, lmbda)
     out = torch.zeros_like(value)
     after = advantage = torch.zeros_like(value[:, 0])  # [B] V and A of the next kept token
     for t in mask.any(0).nonzero().squeeze(-1).flip(0).tolist():
@@ -48,11 +49,6 @@ def gae(
         after = torch.where(keep, value[:, t], after)
         out[:, t] = advantage * keep
     return out
-
-
-def check_shares(gamma: float, lmbda: float) -> None:
-    if not 0 <= gamma <= 1 or not 0 <= lmbda <= 1:
-        raise ValueError(f"expected gamma and lmbda from 0 to 1, got {gamma} and {lmbda}")
 
 
 class GAEAdvantage:
@@ -82,7 +78,7 @@ class GAEAdvantage:
             raise ValueError("expected a critic; set policy.scorer.critic = Critic(policy.scorer)")
         self.scorer, self.runtime, self.leash = policy.scorer, runtime, leash
         self.gamma, self.lmbda = gamma, lmbda
-        self.whiten, self.bound = whiten, clip_advantage
+        self.whiten, self.bound = whiten, clip_advantage or math.inf
         self.limit = micro_batch_tokens
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
@@ -97,5 +93,6 @@ class GAEAdvantage:
         advantage = gae(reward, value, mask, gamma=self.gamma, lmbda=self.lmbda)  # [B, T]
         batch.set("value", value)
         batch.set("returns", advantage + value)
-        how = {"whiten": self.whiten, "bound": self.bound}
-        return batch.set("advantage", finish(advantage, mask, self.runtime, **how))
+        if self.whiten:
+            advantage = whitened(advantage, mask, self.runtime)
+        return batch.set("advantage", advantage.clamp(-self.bound, self.bound))

@@ -76,10 +76,6 @@ class ImportanceSampling:
         if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
             got = f"{level!r} and {mode!r}"
             raise ValueError(f"expected level token or sequence, mode truncate or mask, got {got}")
-        if not 1 <= limit < math.inf:
-            raise ValueError(f"expected a finite limit >= 1 of importance weights, got {limit}")
-        if floor is not None and not 0 <= floor <= 1:
-            raise ValueError(f"expected a floor of importance weights from 0 to 1, got {floor}")
         self.scorer, self.tokens = policy.scorer, micro_batch_tokens
         self.options = {"level": level, "mode": mode, "limit": float(limit), "floor": floor}
 

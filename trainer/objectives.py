@@ -172,8 +172,6 @@ class EntropyBonus:
     """
 
     def __init__(self, coeff: float = 0.0, *, target: float | None = None) -> None:
-        if target is not None and coeff > MOST:
-            raise ValueError(f"expected an entropy coefficient from 0 to {MOST}, got {coeff}")
         self.steered, self.target = coeff, target
         self.pays = True  # whether the last entropy was at most the target
 

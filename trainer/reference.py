@@ -40,9 +40,6 @@ class Reference:
         if not self.every:
             return {}
         theirs, mine = weights_of(self.scorer).named(), weights_of(self.policy.scorer).named()
-        same = theirs.keys() == mine.keys()
-        if not same or any(theirs[name].shape != mine[name].shape for name in mine):
-            raise ValueError("kl.refresh_every expects a reference with weights like the policy's")
         return {name: (theirs[name].detach(), mine[name]) for name in mine}
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from policies.roles import Policy
 from policies.scorer import Scorer
-from policies.sharding import Unspread, held_bytes, shard, share
+from policies.sharding import Unspread, shard, share
 from trainer.runtime import Runtime
 
 
@@ -55,7 +55,6 @@ class ShardedRuntime(Runtime):
                 share(scorer, own)
             else:
                 shard(scorer, mesh, offload=self.offload)
-        own.placement.about = _about(policy, self.offload)
         return own, make(own, **settings)
 
 
@@ -65,17 +64,3 @@ def _join_on_both(*, cpu: bool) -> None:
         if not cpu:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         torch.distributed.init_process_group("cpu:gloo" if cpu else "cpu:gloo,cuda:nccl")
-
-
-def _about(policy: Policy, offload: bool) -> str:
-    """Say what a rank holds, and what gathering it takes."""
-    own: Any = policy.scorer
-    every = sum(p.numel() * p.element_size() for p in own.parameters())
-    each, half = sum(map(held_bytes, own.parameters())), own.placement.half
-    whole = sum(p.numel() * (half or p.dtype).itemsize for p in policy.model.parameters())
-    where = ", on the CPU" if offload else ""
-    return (
-        f"launch=fsdp2: a rank holds {each / 2**20:,.1f} of {every / 2**20:,.1f} MiB of weights"
-        f"{where}, and of their gradients and moments; while the policy itself samples, each "
-        f"gathers all of it, {whole / 2**20:,.1f} MiB (policy.engine=vllm samples apart)"
-    )

@@ -130,9 +130,6 @@ class DynamicRollouts(Rollouts):
 
     def __init__(self, *, rounds: int = 2, **parts: Any) -> None:
         super().__init__(**parts)
-        if self.env.group_size < 2 or rounds < 1:
-            got = f"{self.env.group_size} and {rounds}"
-            raise ValueError(f"expected algorithm.group_size >= 2 and rounds >= 1, got {got}")
         self.rounds = rounds
 
     def sample(self, iteration: int) -> TensorDict:

@@ -23,7 +23,6 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from policies.roles import Generator, Policy
-from policies.scorer import placement_of
 from trainer.checkpoint import Checkpoints, remove, save_model
 from trainer.early_stopping import EarlyStopping
 from trainer.evaluation import Evaluate
@@ -78,8 +77,6 @@ class Trainer:
         self.runtime.write_status(iteration=self.progress.iteration)  # the parent: it has begun
         try:
             self.observers.begin()
-            if about := placement_of(self.policy).about:
-                self.observers.say(about)
             self._catch_up()
             while self.progress.iteration < self.num_iterations:
                 self._iteration(self.progress.iteration)

@@ -136,8 +136,7 @@ class Update:
             self._backward(select_rows(batch, rows), own, last=number + 1 == len(parts))
         limit = self.max_grad_norm or math.inf
         norm = self.runtime.clip(self.scorer.parameters(), limit)
-        own.note("optim/lr", rate)
-        own.note("optim/grad_norm", norm)
+        own.notes = {"optim/lr": [rate], "optim/grad_norm": [norm]}
         log.join(own)
         far = self.target_kl is not None and (  # of the tokens of all ranks, so all of them agree
             own.result(self.runtime)["kl/behaviour_k3"] > self.target_kl
@@ -204,7 +203,7 @@ class _Log:
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}  # of losses, means and tokens
         self.maxima: dict[str, Tensor] = {}
-        self.notes: dict[str, list[float]] = {}
+        self.notes: dict[str, list[float]] = {}  # numbers of each optimiser step
 
     @torch.no_grad()
     def add(self, terms: Terms, losses: dict[str, Tensor], mask: Tensor) -> None:
@@ -227,10 +226,6 @@ class _Log:
             self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
         for name, values in other.notes.items():
             self.notes[name] = self.notes.get(name, []) + values
-
-    def note(self, name: str, value: float) -> None:
-        """Keep a number of an optimiser step."""
-        self.notes.setdefault(name, []).append(value)
 
     def result(self, runtime: Runtime) -> dict[str, float]:
         """Return the metrics of all ranks."""

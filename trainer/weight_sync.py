@@ -43,27 +43,18 @@ def weight_sync(policy: Policy, generator: Generator | None = None, **proof: Any
     return hand_over(policy, generator, **proof)
 
 
-def hand_over(
-    policy: Policy,
-    generator: Any = None,
-    *,
-    probe: Tensor | None = None,
-    tolerance: float | None = None,
-    last: Synced | None = None,
-) -> Synced:
-    """Copy the policy's weights to an engine, which scores the ids of `probe` [B, T].
+def hand_over(policy: Policy, generator: Any = None, *, last: Synced | None = None) -> Synced:
+    """Copy the policy's weights to an engine, which then scores fixed ids.
 
-    RuntimeError unless it then agrees with the policy on every token to `tolerance` nats (None: the
-    engine's own), and has changed where the policy has since the hand-over `last`. An engine with
-    `takes_trained` gets the adapter of LoRA alone.
+    RuntimeError unless it agrees with the policy on every token to its `tolerance` in nats, and has
+    changed where the policy has since the hand-over `last`. An engine with `takes_trained` gets the
+    adapter of LoRA alone.
     """
     if generator is None or generator is policy:
         return Synced()
     engine: Engine = generator
-    limit = engine.tolerance if tolerance is None else tolerance
-    if probe is None:  # ids from all over the vocabulary, [2, 16]
-        size = policy.model.get_input_embeddings().num_embeddings
-        probe = torch.linspace(0, size - 1, 32).long().reshape(2, 16)
+    limit, size = engine.tolerance, policy.model.get_input_embeddings().num_embeddings
+    probe = torch.linspace(0, size - 1, 32).long().reshape(2, 16)  # from all over the vocabulary
     weights = weights_of(policy.scorer)
     with policy.scorer.placement.plain():
         if getattr(engine, "takes_trained", False):

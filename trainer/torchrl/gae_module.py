@@ -7,7 +7,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from trainer.gae import check_shares, gae
+from trainer.gae import gae
 from trainer.losses import standardise
 from trainer.torchrl.loss_inputs import LossModule, get_dense, per_token, require
 
@@ -47,7 +47,6 @@ class GAE(LossModule):
         average_gae: bool = False,
     ) -> None:
         super().__init__()
-        check_shares(gamma, lmbda)
         self.gamma, self.lmbda = float(gamma), float(lmbda)
         self.value_network, self.average_gae = value_network, average_gae
         self.tensor_keys = GAEKeys()

@@ -188,7 +188,7 @@ class GRPOLoss(LossModule):
             "sequence_mean" if self.aggregation == "prompt_mean" else self.aggregation,
             total_tokens=1 if summed else mask.sum(),
             total_rows=1 if summed else rows if constant else mask.any(-1).sum(),
-            max_tokens=self.max_tokens,
+            max_tokens=self.max_tokens or 1,
         )
 
     def _total(self, term: Tensor, batch: TensorDict) -> Tensor:
