@@ -132,19 +132,19 @@ def test_a_stop_is_answered_at_once(terminal, capfd, monkeypatch):
     assert capfd.readouterr().err == f"{STOPPING}\n"
 
 
-def begin_in(folder: Path, file: io.StringIO) -> Display:
-    """Begin the display of a run folder; return it."""
-    display = show_run(Runtime(folder), 40)
-    display.console.file = file
-    display.begin()
-    return display
-
-
-def test_a_job_of_a_sweep_is_a_few_lines(tmp_path):
-    folder, file = write_status(tmp_path / "kl.coeff=1", state="finished"), io.StringIO()
+def test_a_run_begins_with_its_experiment_and_model_and_a_job_of_a_sweep_is_few_lines(
+    tmp_path, capsys
+):
+    folder = write_status(tmp_path / "kl.coeff=1", model={"origin": "cache", "sha256": "0123456"})
+    (folder / "config.yaml").write_text("{experiment: grpo_tiny, policy: {model: org/name}}")
     write_lines(folder, *[{"reward/mean": i / 4} for i in range(1, 5)])
+    show_run(Runtime(folder), 40).begin()
+    head = ["grpo_tiny: 40 iterations", "  model   org/name (cache, sha256 0123456)"]
+    assert capsys.readouterr().out.splitlines()[:2] == head
     (tmp_path / "sweep.json").write_text("{}")
-    display = begin_in(folder, file)
+    display = show_run(Runtime(folder), 40)
+    display.console.file = file = io.StringIO()
+    display.begin()
     for i in range(41):
         accuracy = {"eval/sampled_accuracy": i / 40} if i in (0, 40) else {}
         display.evaluating("evaluating 4 prompts", 0.5, last=False) if accuracy else None
@@ -154,21 +154,6 @@ def test_a_job_of_a_sweep_is_a_few_lines(tmp_path):
     assert len(lines := file.getvalue().splitlines()) == 3
     assert "accuracy 1.00" in lines[-2]
     assert lines[-1].startswith("reward 0.25 -> 1")
-
-
-def test_the_header_names_experiment_model_and_the_live_report(tmp_path):
-    folder = tmp_path / "some" / "where"  # as output_dir= may be: no part of it is the experiment
-    write_status(folder, model={"origin": "cache", "sha256": "0123456789abcdef"})
-    chosen = "hydra: {runtime: {choices: {experiment: grpo_tiny}}}"
-    (folder / ".hydra").mkdir()
-    (folder / ".hydra" / "hydra.yaml").write_text(chosen)
-    (folder / "config.yaml").write_text("{policy: {model: org/name}, trainer: {show_every: 7}}")
-    assert begin_in(folder, file := io.StringIO()).show_every == 7
-    assert file.getvalue().splitlines() == [
-        "grpo_tiny: 40 iterations",
-        "  model   org/name (cache, sha256 0123456789ab)",
-        f"  report  {folder}/report.html",
-    ]
 
 
 GONE = """
