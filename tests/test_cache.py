@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs import ROOT
 
-from policies.cache import build_once, cache_dir, read_manifest, sha256_of_data
+from policies.cache import build_once, read_manifest, sha256_of_data
 
 
 def two_files(folder: Path) -> None:
@@ -24,15 +24,6 @@ def flip(path: Path) -> None:
     data[0] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(time, time))
-
-
-def test_the_place_of_the_cache_follows_the_users_settings(tmp_path, monkeypatch):
-    monkeypatch.delenv("LEASH_CACHE")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert cache_dir() == tmp_path / "home" / ".cache" / "leash"
-    monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "mine"))
-    assert cache_dir() == tmp_path / "mine"
 
 
 @pytest.mark.parametrize(

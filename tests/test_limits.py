@@ -91,18 +91,6 @@ def test_points_stand_at_the_kl_of_the_replies_that_they_are_of_below_the_limit(
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["{", "{}", '{"reward": [[1, 2]], "success": [[1]]}', '{"reward": [["x"]], "success": [[1]]}'],
-)
-def test_a_damaged_limit_is_none_and_is_not_drawn(tmp_path, text):
-    (write_jobs(tmp_path) / "limit.json").write_text(text)
-    assert read_limit(tmp_path / "limit.json") is None
-    pages = write_report(tmp_path / "kl.coeff=1"), write_sweep(tmp_path)
-    assert not any("replies of the reference" in page.read_text() for page in pages)
-    assert Efficiency(4, tmp_path)({"eval/reward": 1.0}, 3) == {}
-
-
-@pytest.mark.parametrize(
     "reward", [[[1.0, 1.0 + 2**-52], [1.0, 1.0]], [[0.0] * 4_000, [0.0] * 3_999 + [1.0]]]
 )
 def test_extreme_samples_give_finite_numbers_or_none(tmp_path, reward):

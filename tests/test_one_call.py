@@ -13,7 +13,6 @@ from runs import lines
 
 import trainer
 from conf.api import _words
-from trainer.runs.folders import quoted
 
 SMALL = {
     "policy": {"max_new_tokens": 4},
@@ -53,13 +52,9 @@ def read_back(words) -> dict:
 
 
 @given(st.text(st.sampled_from("\\\"' ,=[]{}:#\n") | st.characters(codec="ascii"), max_size=8))
-def test_any_text_is_read_back_by_hydra_as_it_is(text):
-    assert read_back([f"key={quoted(text)}"]) == {"key": text}
-
-
-def test_overrides_are_read_back_by_hydra_as_they_were_given():
-    given = {"kl": {"coeff": 0.1}, "policy": {"lora": {"r": 4}}, "algorithm": "rloo"}
-    flat = {"kl.coeff": 0.1, "policy.lora.r": 4, "algorithm": "rloo"}
+def test_overrides_and_any_text_are_read_back_by_hydra_as_they_were_given(text):
+    given = {"kl": {"coeff": 0.1}, "policy": {"lora": {"r": 4}, "model": text}}
+    flat = {"kl.coeff": 0.1, "policy.lora.r": 4, "policy.model": text}
     same = {"optimizer.lr": 1e-5, "eval.greedy": False, "seed": None}
     assert read_back(_words(given | same)) == flat | same
 
