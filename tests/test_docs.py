@@ -13,13 +13,15 @@ from types import ModuleType
 
 import pytest
 import yaml
-from runs import ROOT, asked, jobs_of
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from runs import ROOT, asked
 
 import trainer
 from conf import schema
 from conf.build import make_task
 from conf.cli import expand
-from conf.compose import compose_checked
+from conf.compose import compose, compose_checked
 from conf.hints import other_names
 from envs.tasks import Reply
 from policies.load import load_policy
@@ -91,6 +93,16 @@ def words_of(command: str, program: str = "train.py") -> list[str]:
     return shlex.split(re.sub(r"<[\w ]+>", "when", text))
 
 
+def last_job(words: list[str]) -> list[str]:
+    """Return the overrides of the last job of a sweep, as Hydra's basic sweeper makes them."""
+    files = [word for word in words if word.startswith("experiment=")]
+    params = compose(files, with_hydra=True).hydra.sweeper.get("params") or {}
+    every = [*(f"{key}={value}" for key, value in params.items()), *words]
+    return BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(every), None)[0][
+        -1
+    ]
+
+
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "--config-dir" not in c])
 def test_a_command_passes_all_checks(command, place):
     for name in ("/path/to/model", "outputs/sft/model"):
@@ -104,7 +116,7 @@ def test_a_command_passes_all_checks(command, place):
         assert f"mode={config['mode']}" in [*overrides, "mode=train"]
         assert config["resume"] == RUN
     else:
-        job = jobs_of(overrides)[-1] if "-m" in words else overrides
+        job = last_job(overrides) if "-m" in words else overrides
         assert compose_checked(job)["trainer"]["num_iterations"] >= 1
 
 

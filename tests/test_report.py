@@ -13,7 +13,7 @@ from pages import Page, Picture, recorded, write_lines, write_run, write_status,
 
 from trainer.reports import chart, summary
 from trainer.reports.__main__ import main
-from trainer.reports.chart import Series, line_chart, stack_chart
+from trainer.reports.chart import Series, line_chart
 from trainer.reports.diagnosis import WORDS, Diagnosis
 from trainer.reports.panels import MAIN, MORE, unhealthy
 from trainer.reports.report import run_svg, write_report
@@ -204,16 +204,6 @@ def test_a_long_run_is_drawn_small_smooth_and_with_its_last_value():
     half = len(raw) // 20
     near = [y for _, y in raw[100 - half : 101 + half]]
     assert line[100][1] == pytest.approx(sum(near) / len(near), abs=0.11)  # 0.1 pixel
-
-
-def test_times_are_stacked_with_their_shares():
-    parts = [Series("a", [(1, 1.0), (2, 3.0)]), Series("b", [(1, 1.0), (2, 0.0), (3, 5.0)], hue=1)]
-    picture = Picture(stack_chart(parts, title="t", unit="s"))
-    both, first = picture.paths("area")
-    roofs = [[picture.value(y) for _, y in area[2:-2]] for area in (first, both)]
-    assert roofs[0] == pytest.approx([1, 3, 0], abs=0.05)
-    assert roofs[1] == pytest.approx([2, 3, 5], abs=0.05)
-    assert "a 40%" in picture.texts()  # 4 of 10 seconds
 
 
 def test_a_large_file_is_read_at_both_ends(tmp_path):
