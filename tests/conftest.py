@@ -23,7 +23,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark what reads the small run: it trains for many iterations."""
+    """Mark what reads the small run, which trains for many iterations; skip what lacks its GPU."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        import torch  # loaded only where a test asks for it
+
+        missing = not torch.cuda.is_available()
+        for item in on_gpu if missing else ():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     for item in items:
         if "small_run" in getattr(item, "fixturenames", ()):
             item.add_marker("runs")

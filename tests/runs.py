@@ -26,7 +26,6 @@ SMALL = (
     "checkpoint.every=2",
 )
 WANDB = ("tracker=wandb", "tracker.mode=offline")
-OWN_ROWS = Path(__file__).with_name("own_rows.jsonl")
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,6 @@ def environment(**changes: str) -> dict[str, str]:
     hidden = ("WANDB_API_KEY", "WANDB_MODE", "WORLD_SIZE", "PYTHONPATH")
     env = {k: v for k, v in os.environ.items() if k not in hidden}
     return {**env, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **changes}
-
-
-def words_of(experiment: str) -> list[str]:
-    """Return the command line of an experiment, with rows where it asks for them."""
-    rows = [f"env.dataset={OWN_ROWS}"] if experiment in ("grpo_own", "sft_own") else []
-    return [f"experiment={experiment}", *rows]
 
 
 def launch(*overrides: str, **changes: str) -> subprocess.Popen:
@@ -78,12 +71,9 @@ def on_two_ranks(script: str, folder: Path) -> None:
         env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         words = [sys.executable, str(ROOT / "tests" / script), str(folder)]
         with (folder / "said").open("w") as file:
-            ranks = [
-                subprocess.Popen(
-                    words, env={**env, "RANK": rank, "LOCAL_RANK": rank}, stdout=file, stderr=file
-                )
-                for rank in "01"
-            ]
+            both = {"stdout": file, "stderr": file}
+            envs = [env | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+            ranks = [subprocess.Popen(words, env=env, **both) for env in envs]
         try:
             codes = [rank.wait(timeout=400) for rank in ranks]
         finally:
@@ -140,16 +130,3 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen, seconds: 
         assert process.poll() is None, process.communicate()[0]
         assert time.perf_counter() < limit, "the run did not get that far in time"
         time.sleep(0.01)
-
-
-def jobs_of(words: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each job of a sweep, as Hydra's basic sweeper makes them."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    from conf.compose import compose
-
-    files = [word for word in words if word.startswith("experiment=")]
-    params = compose(files, with_hydra=True).hydra.sweeper.get("params") or {}
-    every = [*(f"{key}={value}" for key, value in params.items()), *words]
-    return BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(every), None)[0]

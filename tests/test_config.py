@@ -13,13 +13,13 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 from refusals import refusal
-from runs import ROOT, asked, environment, words_of
+from runs import ROOT, asked, environment
 
 from conf.build import build, make_leash, make_policy, make_task
 from conf.cli import expand
 from conf.compose import compose_checked
-from conf.resume import of_job, read_saved
-from envs.tasks import DatasetTask, Reply, Reward, SortDigits, Task
+from conf.resume import read_saved
+from envs.tasks import Reply, Reward, Task
 from policies.optional_packages import EXTRAS
 from trainer.runs.find import nothing_left
 
@@ -27,7 +27,6 @@ HERE = "test_config"
 FILES = sorted((ROOT / "conf").glob("*/*.yaml"))
 EXPERIMENTS = [path.stem for path in FILES if path.parent.name == "experiment"]
 GROUPS = [f"{p.parent.name}={p.stem}" for p in FILES if p.parent.name != "experiment"]
-PACKAGES = ("policies", "envs", "envs.rewards", "envs.tasks", "envs.transforms", "trainer")
 OWN = ("env=own", "allow_targets=true")
 UNJUDGED = ("eval.num_samples=0", "eval.greedy=false")
 OFFLINE = ("kl.coeff=0", "kl.measure=false")
@@ -37,26 +36,11 @@ ROWS = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answ
 class Words(Task):
     """A task of one's own without a data set."""
 
-    def __init__(self, *, words: list[str] | None = None) -> None:
-        self.words = words or ["sea"]
-
     def rows(self, split):
-        return [{"messages": [{"role": "user", "content": word}]} for word in self.words]
+        return [{"messages": [{"role": "user", "content": "sea"}]}]
 
     def reward(self, row, reply):
         return Reward(total=0.0, parts={}, success=False)
-
-
-class Bare(DatasetTask):
-    """A task with a data set and no reward."""
-
-
-class Loose(SortDigits):
-    """A task that hands on what it does not know."""
-
-    def __init__(self, bonus: float = 1.0, **kwargs) -> None:
-        super().__init__(**kwargs)
-        self.bonus = bonus
 
 
 def short(row, reply, *, limit: int = 9) -> float:
@@ -99,24 +83,16 @@ def place(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def targets(node):
-    """Yield every `_target_` of a configuration."""
-    for key, value in node.items() if isinstance(node, dict) else ():
-        if key == "_target_":
-            yield value
-        yield from targets(value)
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_composes_names_code_that_exists_and_is_read_back(name, place):
-    config = compose_checked(words_of(name))
+    rows = ["env.dataset=data.jsonl"] if name.endswith("_own") else []
+    config = compose_checked([f"experiment={name}", *rows])
     assert not config["allow_targets"]
-    found = list(targets(config))
-    assert len(found) >= 5
-    for target in found:
-        module, _, attribute = target.rpartition(".")
-        assert attribute in dir(import_module(module)), target
     (place / "config.yaml").write_text(yaml.safe_dump(config))
+    targets = re.findall(r"_target_: ([\w.]+)\.(\w+)", (place / "config.yaml").read_text())
+    assert len(targets) >= 5
+    for module, attribute in targets:
+        assert attribute in dir(import_module(module))
     assert read_saved(place) == config
 
 
@@ -127,7 +103,6 @@ def test_every_group_file_composes_with_what_it_leaves_to_the_user(group):
 
 FAULTS = [  # words, and the key that the line names
     (["kl.ceoff=0.1"], r"no key kl\.ceoff.*kl\.coeff"),
-    (["gamma=0.9"], r"algorithm\.gamma"),
     (["algorithm.gamma=0.9"], "algorithm=ppo"),
     (["num_generations=4"], r"algorithm\.group_size"),
     (["loss_type=dr_grpo"], r"algorithm\.aggregation=constant"),
@@ -136,11 +111,6 @@ FAULTS = [  # words, and the key that the line names
     (["grpo_tiny"], "'grpo_tiny'"),
     (["kl.coeff=0,1"], "kl.coeff=0,1.*-m"),
     (["trainer.num_iterations=abc"], r"trainer\.num_iterations.*'abc'"),
-    (["seed=9223372036854775808"], "seed"),
-    (["policy.stop=END"], r"policy\.stop"),
-    (["policy.model=???"], r"policy\.model"),
-    (["optimizer.betas=[0.9,1.0]"], r"optimizer\.betas"),
-    (["tracker.replies=some"], r"tracker\.replies"),
     (["experiment=sft_tiny", "algorithm.aggregation=constant"], r"algorithm\.aggregation"),
     (["algorithm.minibatches=3"], r"algorithm\.minibatches"),
     (["trainer.prompts_per_iteration=3", "launch.num_processes=2"], r"launch\.num_processes"),
@@ -148,45 +118,29 @@ FAULTS = [  # words, and the key that the line names
     (["policy.top_k=5"], r"policy\.top_k"),
     (["algorithm.group_size=1"], r"algorithm\.group_size"),
     (["algorithm=rloo", "algorithm.epochs=2"], r"algorithm\.surrogate"),
-    (["algorithm=dppo", "algorithm.kl_bound=0.1"], r"algorithm\.kl_bound"),
     (["experiment=grpo_calculator_tiny", "algorithm=dapo"], r"overlong\.max_tokens"),
-    (["kl.estimator=k3", "kl.where=reward"], r"kl\.estimator=k3 with kl\.where=reward"),
     (["experiment=sft_tiny", "kl.coeff=0.1"], r"kl\.coeff"),
-    (["experiment=sft_tiny", "algorithm.target_kl=1"], r"algorithm\.target_kl"),
     (["launch.offload=true"], r"launch\.offload"),
     (["launch=fsdp2", "launch.num_processes=2", "trainer.overlap=1"], r"trainer\.overlap"),
     (["trainer.overlap=1"], r"trainer\.overlap.*policy\.vllm\.url"),
     (["policy.vllm.max_num_seqs=3"], r"policy\.vllm\.max_num_seqs"),
     (["trainer.patience=2", "eval.every=0"], r"trainer\.patience"),
-    (["trainer.stop_at=eval/reward 1", "eval.every=0"], r"trainer\.stop_at"),
     (["eval.limit=8", "kl.refresh_every=1"], r"eval\.limit"),
     (["checkpoint.keep_best=true", "checkpoint.every=1"], r"checkpoint\.keep_best"),
     (["policy.model=./nowhere"], r"policy\.model"),
-    (["env.transforms.code.timeout=1"], r"env\.transforms\.code"),
     (["env.transforms.kl._target_=envs.transforms.RetrieveKL"], r"env\.transforms\.kl\._target_"),
     (["env.rewards.a=3"], r"env\.rewards\.a"),
     (["env.rewards.a._target_=envs.rewards.Jugde"], "Jugde.*Judge"),
     (added("short")[:-1], r"env\.rewards\.own\.function\._target_.*allow_targets"),
     (added("short", "{}"), r"_partial_.*env\.rewards\.own\.function"),
-    (added("shrot"), "shrot"),
-    (["env.task._target_=Facts"], r"env\.task\._target_"),
     (["env=sort_digits", "env.task.num_row=3"], "num_row: .*takes .*num_rows"),
     (["env=sort_digits", "env.dataset=data.jsonl"], r"env\.dataset"),
-    (["env=facts", "env.columns.answer=a"], r"env\.columns"),
-    (["env=sort_digits", "env.task.min_digits=9"], "min_digits"),
-    ([*OWN, "env.task._target_=collections.Counter"], "Task.*Counter"),
     (["env=gsm8k", "env.dataset=torn.jsonl"], "torn.jsonl, line 2"),
     (["env=own"], r"env\.task\._target_"),
-    (own("Wrods"), "Wrods.*Words"),
-    (own("Words", "env.task.words=5"), f"Words: TypeError.*{HERE}"),
     (own("Words", "algorithm=sft", *OFFLINE), "demonstrations"),
-    (own("Bare"), r"env\.dataset"),
-    (own("Bare", "env.dataset=data.jsonl"), "reward"),
     ([*OWN, "env.task._target_=no_such_file.Task"], "no_such_file.*PYTHONPATH"),
     (["experiment=grpo_own"], r"env\.dataset"),
     (["experiment=rm_tiny", "eval.num_samples=2"], r"eval\.num_samples=0 eval\.greedy=false"),
-    (["mode=limit"], "resume="),
-    (["mode=export", "hub=a/b"], "resume="),
     (["mode=evaluate", "experiment=rm_tiny"], "mode=evaluate"),
     (["preflight=true", "mode=chat"], "preflight"),
     (["resume=nowhere"], r"nowhere.*config\.yaml"),
@@ -220,24 +174,15 @@ def test_a_missing_package_is_refused_with_its_extra(package, word, monkeypatch)
 
 def test_a_part_gets_its_keys_by_name_and_those_of_its_node_come_first():
     cfg = OmegaConf.create(compose_checked(["algorithm.clip_high=0.3", "algorithm.clip_low=0.1"]))
-    leash = make_leash(cfg)
-    made = build(cfg.algorithm.objective, cfg.algorithm, leash=leash)
-    assert (made.bounds.low, made.bounds.high) == (0.1, 0.3)
-    made = build({**cfg.algorithm.objective, "clip_high": 0.7}, cfg.algorithm, leash=leash)
+    node = {**cfg.algorithm.objective, "clip_high": 0.7}
+    made = build(node, cfg.algorithm, leash=make_leash(cfg))
     assert (made.bounds.low, made.bounds.high) == (0.1, 0.7)
-
-
-def test_a_task_with_keywords_has_the_arguments_of_its_bases():
-    words = own("Loose", "env.task.num_rows=7", "env.task.bonus=2")
-    task = make_task(compose_checked(words)["env"])
-    assert (len(task.rows("train")), task.bonus) == (7, 2)
-    assert "env.dataset=data.jsonl" in refusal(*words, "env.dataset=data.jsonl")
 
 
 def test_rewards_of_the_configuration_are_added_to_that_of_the_task():
     env = compose_checked(["env=sort_digits", "env.task_weight=0.5", *added("short")])["env"]
-    task = make_task(env)
-    row, chat = task.task.row("21"), [{"role": "user", "content": ""}]
+    task, chat = make_task(env), [{"role": "user", "content": ""}]
+    row = task.task.row("21")
     assert task.reward(row, Reply("12", True, chat)).total == pytest.approx(0.5 + 0.5)
     assert task.reward(row, Reply("1200", True, chat)).parts["own"] == 0, "limit=3"
 
@@ -257,21 +202,9 @@ def test_resume_changes_the_keys_that_it_may_and_keeps_the_rest(old_run):
     assert config["checkpoint"].pop("every") == 7
     del saved["resume"], saved["trainer"]["num_iterations"], saved["checkpoint"]["every"]
     assert config == saved
-
-
-def test_a_job_of_a_sweep_goes_on_unless_its_folder_has_another_configuration(old_run):
-    config = read_saved(old_run)
-    assert of_job(old_run, config)["resume"] == str(old_run)
-    assert of_job(old_run / "none", config) == config
-    config["kl"]["coeff"] = 3.0
-    with pytest.raises(ValueError, match=r"kl\.coeff"):
-        of_job(old_run, config)
-
-
-@pytest.mark.parametrize("word", ["optimizer.lr=1", "seed=1", "policy.model=tiny", "env=facts"])
-def test_resume_refuses_other_keys_by_name(old_run, word):
-    with pytest.raises(ValueError, match=re.escape(word.partition("=")[0])):
-        asked([f"resume={old_run}", word])
+    for word in ("optimizer.lr=1", "seed=1", "policy.model=tiny", "env=facts"):
+        with pytest.raises(ValueError, match=re.escape(word.partition("=")[0])):
+            asked([f"resume={old_run}", word])
 
 
 def test_resume_last_takes_the_newest_run_and_a_mode_the_newest_with_weights(old_run):
@@ -299,9 +232,8 @@ def test_resume_of_a_finished_run_has_nothing_left_unless_more_is_asked_for(old_
         asked([resume, "trainer.num_iterations=5"])
 
 
-@pytest.mark.parametrize("name", ["model", "metrics.jsonl"])
-def test_a_folder_with_files_that_a_run_would_replace_is_refused(place, name):
-    (place / "run" / name).mkdir(parents=True)
+def test_a_folder_with_files_that_a_run_would_replace_is_refused(place):
+    (place / "run" / "model").mkdir(parents=True)
     with pytest.raises(ValueError, match="already holds a run"):
         asked(["experiment=grpo_tiny", "output_dir=run"])
 

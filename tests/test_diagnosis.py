@@ -11,7 +11,7 @@ from pages import recorded
 
 from trainer.observer import Observer
 from trainer.reports import diagnosis
-from trainer.reports.diagnosis import QUIET, RULES, WORDS, Diagnose, Diagnosis, Finding
+from trainer.reports.diagnosis import QUIET, WORDS, Diagnose, Diagnosis, Finding
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runtime import Runtime
 
@@ -52,65 +52,53 @@ def noise(i: int) -> float:
     return (i * 7919 % 13 - 6) / 100  # mean 0, at most 0.06
 
 
-# what differs from a healthy run: the rule that speaks first, and its iteration
-STREAMS = {
-    "all groups flat": ({"group__zero_variance_fraction": 1.0}, {"equal_rewards": 10}),
-    "no groups, no spread": (
-        {"group__zero_variance_fraction": "absent", "reward__std": 3e-9},
-        {"equal_rewards": 10},
-    ),
-    "truncated": ({"response__truncated_fraction": 0.95}, {"mostly_truncated": 3}),
-    "KL per token": ({"kl__ref": 3.5, "kl__ref_sequence": 70.0}, {"kl_exploding": 3}),
-    "entropy": ({"policy__entropy": 0.005}, {"entropy_collapsed": 5}),
-    "another engine": ({"kl__mismatch": 0.3}, {"engine_mismatch": 2}),
-    "nan gradient": ({"optim__grad_norm": lambda i: math.nan if i == 9 else 1}, {"not_finite": 9}),
-    "null in the file": ({"loss__total": lambda i: None if i == 4 else 0.1}, {"not_finite": 4}),
-    "empty masks": ({"optim__skipped_steps": lambda i: max(0.0, i - 20.0)}, {"skipped_steps": 21}),
-    "reward falls back": (
+NO_GROUPS = {"group__zero_variance_fraction": "absent", "reward__std": 3e-9}
+NO_REWARD = {"reward__raw_mean": "absent", "loss__total": lambda i: i / 10}
+STREAMS = [  # what differs from a healthy run; the rule that speaks first, and its iteration
+    ({"group__zero_variance_fraction": 1.0}, {"equal_rewards": 10}),
+    (NO_GROUPS, {"equal_rewards": 10}),
+    ({"group__zero_variance_fraction": 0.97}, {}),
+    ({"response__truncated_fraction": 0.95}, {"mostly_truncated": 3}),
+    ({"kl__ref": 3.5, "kl__ref_sequence": 70.0}, {"kl_exploding": 3}),
+    ({"kl__ref": 0.9, "kl__ref_sequence": lambda i: i * 1.5}, {}),
+    ({"policy__entropy": 0.005}, {"entropy_collapsed": 5}),
+    ({"policy__entropy": 0.02}, {}),
+    ({"kl__mismatch": 0.3}, {"engine_mismatch": 2}),
+    ({"kl__mismatch": 0.04}, {}),  # bfloat16
+    ({"optim__grad_norm": lambda i: math.nan if i == 9 else 1}, {"not_finite": 9}),
+    ({"loss__total": lambda i: None if i == 4 else 0.1}, {"not_finite": 4}),  # null in the file
+    ({"optim__skipped_steps": lambda i: max(0.0, i - 20.0)}, {"skipped_steps": 21}),
+    (
         {"reward__raw_mean": lambda i: 0.2 + min(i, 30) / 50 - max(i - 30, 0) / 50 + noise(i)},
         {"falling": 48},
     ),
-    "reward falls below its start": (
-        {"reward__raw_mean": lambda i: 0.5 + noise(i) - (0.4 if i > 20 else 0.0)},
-        {"falling": 30},
-    ),
-    "flat": ({"reward__raw_mean": lambda i: 0.3 + noise(i)}, {"stalled": 40}),
-    "a supervised run": (
-        {"reward__raw_mean": "absent", "loss__total": lambda i: i / 10},
-        {"falling": 30},
-    ),
-    "all replies dropped now and then": (
-        {
-            "reward__raw_mean": lambda i: 0.5 + noise(i) if 10 < i <= 50 else "absent",
-            "loss__total": lambda i: i / 10,
-        },
+    (NO_REWARD, {"falling": 30}),  # a supervised run
+    (  # all replies are dropped now and then
+        {**NO_REWARD, "reward__raw_mean": lambda i: 0.5 + noise(i) if 10 < i <= 50 else "absent"},
         {},
     ),
-    "nine flat iterations": ({"group__zero_variance_fraction": lambda i: float(i % 10 > 0)}, {}),
-    "one prompt teaches": ({"group__zero_variance_fraction": 0.97}, {}),
-    "truncated now and then": ({"response__truncated_fraction": lambda i: float(i % 3 > 0)}, {}),
-    "a large KL": ({"kl__ref": 0.9, "kl__ref_sequence": 18.0}, {}),
-    "a growing KL": ({"kl__ref_sequence": lambda i: i * 1.5}, {}),
-    "a low entropy": ({"policy__entropy": 0.02}, {}),
-    "bfloat16": ({"kl__mismatch": 0.04}, {}),
-    "no explained variance": ({"value__explained_variance": None}, {}),
-    "a plateau": ({"reward__raw_mean": lambda i: 0.3 + min(i, 20) / 40 + noise(i)}, {}),
-    "noisy and slow": ({"reward__raw_mean": lambda i: 0.3 + i / 400 + noise(i)}, {}),
-}
+    ({"reward__raw_mean": lambda i: 0.3 + noise(i)}, {"stalled": 40}),
+    ({"reward__raw_mean": lambda i: 0.3 + min(i, 20) / 40 + noise(i)}, {}),
+]
 
 
-@pytest.mark.parametrize("name", STREAMS)
-def test_a_rule_speaks_when_its_fault_is_there_and_not_just_short_of_it(name):
-    changes, wanted = STREAMS[name]
+@pytest.mark.parametrize(("changes", "wanted"), STREAMS, ids=[", ".join(c) for c, _ in STREAMS])
+def test_a_rule_speaks_when_its_fault_is_there_and_not_just_short_of_it(changes, wanted):
     assert said(stream(**changes)) == wanted
 
 
 def test_every_rule_has_a_stream_and_a_line_on_the_page_on_tracking():
-    tried = {rule for _, wanted in STREAMS.values() for rule in wanted}
+    tried = {rule for _, wanted in STREAMS for rule in wanted}
     assert sorted(tried | {"loss_near_zero", "reward_hacked"}) == sorted(WORDS)
-    assert all(inspect.getdoc(rule) for rule in RULES.values())
     titles = re.findall(r"^\| \*\*(.+?)\*\* \|", (DOCS / "tracking.md").read_text(), re.MULTILINE)
     assert titles == [words["title"] for words in WORDS.values()]
+    explained = re.findall(r"^\| `([^`]+)` \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+    source = inspect.getsource(diagnosis) + json.dumps(WORDS)
+    names = re.findall(r"\b([a-z]+/[a-z_0-9]+)\b", source)
+    groups = {name.split("/")[0] for name in explained}
+    read = {name for name in names if name.split("/")[0] in groups}
+    assert len(read) > 10
+    assert read <= {*explained}, "a rule reads a metric that nobody logs"
 
 
 def test_a_real_run_that_learns_and_a_supervised_one_raise_nothing():
@@ -119,8 +107,6 @@ def test_a_real_run_that_learns_and_a_supervised_one_raise_nothing():
     assert [(f.rule, f.iteration) for f in found] == [("loss_near_zero", 1)]
     loss = [{"progress/iteration": i, "loss/total": 6 / i**0.5 + noise(i)} for i in range(1, 400)]
     assert Diagnosis(loss).findings == []
-    up = [{**row, "loss/total": 2.0 + row["progress/iteration"] / 50} for row in loss]
-    assert [f.rule for f in Diagnosis(up).findings] == ["falling"]
 
 
 def test_a_reward_that_rises_while_held_out_accuracy_falls_is_hacked():
@@ -136,8 +122,6 @@ def test_a_reward_that_rises_while_held_out_accuracy_falls_is_hacked():
     assert changed(eval__reward=-7.5) == {}, "the held-out replies do not earn more"
     flat = [{**row, "reward/raw_mean": noise(i)} for i, row in enumerate(rows)]
     assert said(flat) == {}, "no reward rises in training"
-    supervised = [{k: v for k, v in row.items() if not k.startswith("reward/")} for row in rows]
-    assert "reward_hacked" not in said(supervised)
 
 
 def test_it_is_said_once_until_it_has_been_gone_for_a_while():
@@ -178,13 +162,3 @@ def test_it_is_said_at_the_terminal_in_the_status_and_once_over_a_resume(tmp_pat
     assert later.said == later.alerts == []
     notes = json.loads((tmp_path / "status.json").read_text())["notes"]
     assert [Finding(**note).rule for note in notes] == ["loss_near_zero", "engine_mismatch"]
-
-
-def test_the_metrics_that_the_rules_read_exist():
-    explained = re.findall(r"^\| `([^`]+)` \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
-    groups = {name.split("/")[0] for name in explained}
-    told = inspect.getsource(diagnosis) + json.dumps(WORDS)
-    names = set(re.findall(r"\b([a-z]+/[a-z_0-9]+)\b", told))
-    read = {name for name in names if name.split("/")[0] in groups}
-    assert len(read) > 10
-    assert read <= {*explained}

@@ -49,17 +49,14 @@ def test_too_long_rows_are_those_that_transformers_counts_so():
     assert fits.too_long(rows) == want
 
 
-def write(folder, long=(), gone=()):
-    """Write 40 rows, of which some are too long and some are left out, and 6 held-out ones."""
+def words(folder, *more, long=(), gone=()):
+    """Write 40 rows, some too long and some left out, and 6 held-out ones; return their words."""
     for name, count in (("d", 40), ("eval", 6)):
         rows = [{"question": f"{i} + 1 is?", "answer": f"{i + 1}"} for i in range(count)]
         for i in (i for i in long if i < count):
             rows[i]["question"] = "12 " * 3000 + f"{i}?"
         text = "\n".join(json.dumps(row) for i, row in enumerate(rows) if i not in gone)
         (folder / f"{name}.jsonl").write_text(text)
-
-
-def words(folder, *more):
     data = [f"env.dataset={folder / 'd.jsonl'}", f"env.eval_dataset={folder}/eval.jsonl"]
     small = ["policy.model=tiny", "policy.max_new_tokens=3", "policy.max_prompt_tokens=100"]
     small += ["trainer.prompts_per_iteration=4", "algorithm.group_size=2", "eval.num_samples=1"]
@@ -68,20 +65,18 @@ def words(folder, *more):
 
 @pytest.mark.runs
 def test_a_run_says_what_it_leaves_out_and_is_the_run_without_those_rows(tmp_path, capsys):
-    write(tmp_path, long=(2, 7, 33))
-    train_here(tmp_path / "run", *words(tmp_path, "trainer.num_iterations=2"))
+    two = "trainer.num_iterations=2"
+    train_here(tmp_path / "run", *words(tmp_path, two, long=(2, 7, 33)))
     printed = capsys.readouterr().out
     assert printed.count("3 of 40 train rows exceed 100 tokens") == 1
     assert printed.count("1 of 6 eval rows exceed 100 tokens") == 1
-    write(tmp_path, gone=(2, 7, 33))
-    train_here(tmp_path / "again", *words(tmp_path, "trainer.num_iterations=2"))
+    train_here(tmp_path / "again", *words(tmp_path, two, gone=(2, 7, 33)))
     assert metrics(tmp_path / "run") == metrics(tmp_path / "again")
 
 
 def test_rows_of_which_none_fits_are_refused(tmp_path):
-    write(tmp_path, long=range(40))
-    with pytest.raises(ValueError, match=r"\(policy.max_prompt_tokens\).* which leaves none"):
-        train_here(tmp_path / "none", *words(tmp_path))
+    with pytest.raises(ValueError, match="which leaves none"):
+        train_here(tmp_path / "none", *words(tmp_path, long=range(40)))
 
 
 def test_a_system_prompt_without_room_ends_the_run_at_a_sample_of_the_rows(tmp_path):

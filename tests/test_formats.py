@@ -62,10 +62,6 @@ def log_probs_of(model, ids: Tensor) -> Tensor:
     return torch.stack([table.new_zeros(())] + [table[t - 1, ids[t]] for t in range(1, len(ids))])
 
 
-def rollout(policy, count: int = 4) -> TensorDict:
-    return collect(prompts(count), ChatEnv(Words(), group_size=G), policy)
-
-
 def attended(batch: TensorDict, i: int, *key: str) -> Tensor:
     return batch.get(key)[i][batch["masks", "all_attention_mask"][i]]
 

@@ -35,21 +35,21 @@ def stop(number, _):
     if how != "stubborn":
         say("preempted")
         sys.exit(143)
-if how == "load":  # torch: nothing is written yet
-    time.sleep(60)
-signal.signal(signal.SIGTERM, stop)
-names = ("OMP_NUM_THREADS", "WORLD_SIZE")
-about = {"pid": os.getpid(), **{name: os.environ.get(name) for name in names}}
-(folder / f"rank{rank}.part").write_text(json.dumps(about))
-(folder / f"rank{rank}.part").rename(folder / f"rank{rank}.json")
 def fail(line):
     say("failed", reason=line)
     (folder / "errors").mkdir(exist_ok=True)
     (folder / "errors" / f"rank{rank}.txt").write_text(f"{line}\\n\\nTraceback: long\\n")
     sys.exit(1)
-if how == "die":
-    os._exit(9)
-if how == "raise":
+if how == "load":  # torch: nothing is written yet
+    time.sleep(60)
+signal.signal(signal.SIGTERM, stop)
+about = {"pid": os.getpid(), "child": 0}
+if how == "stubborn":
+    about["child"] = subprocess.Popen(["sleep", "60"]).pid
+about |= {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "WORLD_SIZE")}
+(folder / f"rank{rank}.part").write_text(json.dumps(about))
+(folder / f"rank{rank}.part").rename(folder / f"rank{rank}.json")
+if how == "raise" and folder.name == "seed=2":
     fail("lr is sour")
 if how in ("lose", "slow") and rank == "0":  # what a rank says when another one is gone
     time.sleep(0.3 if how == "lose" else 60)
@@ -58,11 +58,7 @@ if how == "lose":
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "slow":
     fail("the real reason")
-if how == "wait":
-    time.sleep(60)
-if how == "stubborn":
-    child = subprocess.Popen(["sleep", "60"])
-    (folder / f"child{rank}.json").write_text(str(child.pid))
+if how in ("wait", "stubborn"):
     time.sleep(60)
 (folder / "model").mkdir(exist_ok=True)
 say("finished", iteration=8)
@@ -78,47 +74,46 @@ sys.exit(conf.cli.cli())
 
 
 @pytest.fixture
-def script(tmp_path):
+def script(tmp_path) -> Path:
+    (tmp_path / "here").mkdir()
     path = tmp_path / "worker.py"
     path.write_text(WORKER)
     return path
 
 
-@pytest.fixture
-def folder(tmp_path):
-    path = tmp_path / "a run"
-    path.mkdir()
-    return path
-
-
 def start(script: Path, *words: str, how: str) -> subprocess.Popen[str]:
-    """Start train.py's command line in an empty folder with the plain worker."""
-    place = script.parent / "here"
-    place.mkdir(exist_ok=True)
+    """Start train.py's command line in the folder "here" with the plain worker."""
     command = [sys.executable, "-c", DRIVER.format(root=str(ROOT), script=str(script)), *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    place = script.with_name("here")
     return subprocess.Popen(command, cwd=place, env={**os.environ, "HOW": how}, **pipes)
 
 
-def command(script: Path, folder: Path) -> list[str]:
-    return [sys.executable, str(script), "--worker", str(folder)]
+def run_here(script: Path, folder: Path, **options) -> dict:
+    folder.mkdir(exist_ok=True)
+    return run([sys.executable, str(script), "--worker", str(folder)], folder, **options)
 
 
-def wait_for(pattern: str, place: Path, count: int = 1) -> list[Path]:
+def wait_for_ranks(script: Path, count: int = 1) -> list[dict]:
+    """Wait until ranks have begun; return what they wrote about themselves."""
     for _ in range(600):
-        found = sorted(place.rglob(pattern))
+        found = sorted(script.with_name("here").rglob("rank?.json"))
         if len(found) >= count:
-            return found
+            return [json.loads(path.read_text()) for path in found]
         time.sleep(0.05)
-    raise AssertionError(f"no {pattern} in {place}")
+    raise AssertionError("no rank began")
 
 
-def test_status_comes_back_and_threads_are_set(script, folder, monkeypatch):
+def outcome(folder: Path) -> tuple[str, str]:
+    status = read_status(folder)
+    return status["state"], status["reason"]
+
+
+def test_status_comes_back_and_threads_are_set(script, tmp_path, monkeypatch):
     def threads(**options) -> str:
-        assert run(command(script, folder), folder, **options)["objective"] == 0.25
-        about = json.loads((folder / "rank0.json").read_text())
+        assert run_here(script, tmp_path / "a run", **options)["objective"] == 0.25
+        about = json.loads((tmp_path / "a run" / "rank0.json").read_text())
         assert about["WORLD_SIZE"] is None
-        assert about["pid"] != os.getpid()
         return about["OMP_NUM_THREADS"]
 
     monkeypatch.setenv("WORLD_SIZE", "4")  # of an outer launcher: it does not reach the run
@@ -126,62 +121,50 @@ def test_status_comes_back_and_threads_are_set(script, folder, monkeypatch):
     assert threads() == "5", "the user's own counts"
     assert threads(threads=3) == "3", "launch.threads is for this run"
     monkeypatch.delenv("OMP_NUM_THREADS")
-    allowed = os.sched_getaffinity(0)  # else the cores are shared out, those that may be used
-    os.sched_setaffinity(0, {min(allowed)})
-    try:
-        assert threads() == "1"
-    finally:
-        os.sched_setaffinity(0, allowed)
+    monkeypatch.setattr("trainer.runs.launch.cores", lambda: 6)
+    assert threads() == "6", "else the cores are shared out"
 
 
-def test_a_killed_rank_is_the_reason_not_what_the_others_say(script, folder, monkeypatch):
-    monkeypatch.setenv("HOW", "lose")
-    with pytest.raises(RuntimeError, match=r"^rank 1 was killed \(signal 9, SIGKILL\)") as caught:
-        run(command(script, folder), folder, ranks=2)
-    status = read_status(folder)
-    assert (status["state"], status["reason"]) == ("failed", str(caught.value))
-    assert "Connection closed" in (folder / "errors" / "rank0.txt").read_text()
-
-
-def test_a_rank_that_waits_for_a_failed_one_is_ended(script, folder, monkeypatch):
-    monkeypatch.setenv("HOW", "slow")
+@pytest.mark.parametrize(
+    ("how", "reason"), [("lose", "rank 1 was killed (signal 9, SIGKILL"), ("slow", "the real ")]
+)
+def test_the_rank_that_failed_is_the_reason_and_the_others_are_ended(
+    script, tmp_path, monkeypatch, how, reason
+):
+    monkeypatch.setenv("HOW", how)
     monkeypatch.setattr("trainer.runs.launch.PATIENCE", 0.5)
-    with pytest.raises(RuntimeError, match=r"^the real reason$"):
-        run(command(script, folder), folder, ranks=2)
-    assert gone(json.loads((folder / "rank0.json").read_text())["pid"])
-    assert read_status(folder)["reason"] == "the real reason"
+    with pytest.raises(RuntimeError) as caught:
+        run_here(script, tmp_path / "a run", ranks=2)
+    assert outcome(tmp_path / "a run") == ("failed", str(caught.value))
+    assert str(caught.value).startswith(reason), "not what the other rank says"
+    assert gone(json.loads((tmp_path / "a run" / "rank0.json").read_text())["pid"])
 
 
 def test_a_signal_is_passed_on_once_and_stops_the_sweep(script):
     process = start(script, "-m", "seed=1,2", how="wait")
-    place = script.parent / "here"
-    wait_for("rank0.json", place)
+    wait_for_ranks(script)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (143, "")
-    (path,) = place.rglob("status.json")  # the second job never started
-    status = json.loads(path.read_text())
-    assert (status["state"], status["reason"]) == ("preempted", "stopped by SIGTERM")
+    (path,) = script.with_name("here").rglob("status.json")  # the second job never started
+    assert outcome(path.parent) == ("preempted", "stopped by SIGTERM")
     assert "sweep.html" in out
 
 
 def test_a_run_stopped_before_it_began_says_so(script):
     process = start(script, "output_dir=run", how="load")
     assert "starting" in process.stdout.readline()
-    place = script.parent / "here" / "run"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "")
     assert out.splitlines()[-1].startswith("stopped before it began")
-    assert read_status(place)["state"] == "preempted"
+    assert outcome(script.with_name("here") / "run")[0] == "preempted"
 
 
 def test_hammering_ctrl_c_leaves_no_process_and_a_true_status(script):
     process = start(script, "output_dir=run", "launch.num_processes=2", how="stubborn")
-    place = script.parent / "here"
-    ranks = [json.loads(path.read_text()) for path in wait_for("rank?.json", place, 2)]
+    ranks = wait_for_ranks(script, 2)
     assert [rank["WORLD_SIZE"] for rank in ranks] == ["2", "2"]
-    wait_for("child?.json", place, 2)
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None, "the first one waits for a safe point"
@@ -190,18 +173,14 @@ def test_hammering_ctrl_c_leaves_no_process_and_a_true_status(script):
         time.sleep(0.01)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "")
-    children = [int(path.read_text()) for path in place.rglob("child?.json")]
-    assert gone(*children, *(rank["pid"] for rank in ranks))
-    status = read_status(place / "run")
-    assert (status["state"], status["reason"]) == ("preempted", "stopped by Ctrl-C")
+    assert gone(*(rank[name] for rank in ranks for name in ("pid", "child")))
+    assert outcome(script.with_name("here") / "run") == ("preempted", "stopped by Ctrl-C")
 
 
 @pytest.mark.runs
 def test_a_run_that_is_still_running_is_neither_resumed_nor_touched(script):
-    first = start(script, "seed=1", "output_dir=run", how="wait")
-    (path,) = wait_for("rank0.json", script.parent)
-    worker, folder = json.loads(path.read_text())["pid"], path.parent
-    (folder / "errors").mkdir()
+    first, folder = start(script, "output_dir=run", how="wait"), script.with_name("here") / "run"
+    (rank,) = wait_for_ranks(script)
     before = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
     again = start(script, "resume=run", how="finish")
     out, err = again.communicate(timeout=30)
@@ -209,7 +188,7 @@ def test_a_run_that_is_still_running_is_neither_resumed_nor_touched(script):
     assert err == f"error: {folder}: this run is still running; stop it first\n"
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
     first.kill()
-    os.kill(worker, signal.SIGKILL)
+    os.kill(rank["pid"], signal.SIGKILL)
     first.communicate()
     again = start(script, "resume=run", how="finish")
     assert again.communicate(timeout=30)[1] == ""
@@ -218,16 +197,13 @@ def test_a_run_that_is_still_running_is_neither_resumed_nor_touched(script):
 
 def test_the_rank_0_of_a_launcher_that_was_killed_locks_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.runs.lock.WAIT", 0.3)
-    with held(tmp_path):
-        assert not is_free(tmp_path)
-        with pytest.raises(ValueError, match="still running"), held(tmp_path):
-            pass
+    with held(tmp_path), pytest.raises(ValueError, match="still running"), held(tmp_path):
+        pass
     with held_by_rank(tmp_path):
         assert not is_free(tmp_path)
         with pytest.raises(ValueError, match="still running"):
             start_run({}, tmp_path, compose=lambda _: {})
     assert is_free(tmp_path)
-    assert not is_free(tmp_path / "never locked")
 
 
 def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
@@ -239,26 +215,19 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch
 
 
 @pytest.mark.runs
-def test_failed_jobs_are_named_and_the_others_still_run(script):
-    process = start(script, "-m", "experiment=grpo_smollm,sft_tiny", how="raise")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    names = ["experiment=grpo_smollm", "experiment=sft_tiny"]
-    assert errors == [f"error: {name}: lr is sour" for name in names]
-
-
-@pytest.mark.runs
-def test_finished_jobs_of_a_sweep_stay_when_it_is_started_again(script):
+def test_a_failed_job_is_named_and_it_alone_runs_when_the_sweep_is_started_again(script):
     words = ("-m", "seed=1,2", "trainer.num_iterations=8", "hydra.sweep.dir=sweep")
-    first = start(script, *words, how="finish")
-    assert first.communicate(timeout=60)[1] == ""
-    marks = sorted((script.parent / "here" / "sweep").glob("seed=*/rank0.json"))
-    before = [mark.stat().st_mtime_ns for mark in marks]
-    again = start(script, *words, how="die")
+    jobs = [script.with_name("here") / "sweep" / f"seed={seed}" for seed in (1, 2)]
+    first = start(script, *words, how="raise")
+    assert "error: seed=2: lr is sour\n" in first.communicate(timeout=60)[1]
+    assert [read_status(job)["state"] for job in jobs] == ["finished", "failed"]
+    began = [(job / "rank0.json").stat().st_mtime_ns for job in jobs]
+    again = start(script, *words, how="finish")
     assert again.communicate(timeout=60)[1] == ""
-    assert (len(marks), again.returncode) == (2, 0)
-    assert [mark.stat().st_mtime_ns for mark in marks] == before
+    assert (first.returncode, again.returncode) == (1, 0)
+    assert read_status(jobs[1])["state"] == "finished"
+    same = [(job / "rank0.json").stat().st_mtime_ns for job in jobs]
+    assert [a == b for a, b in zip(began, same, strict=True)] == [True, False]
 
 
 def test_a_sweep_under_an_outside_launcher_is_refused(monkeypatch):
@@ -285,8 +254,13 @@ def test_jobs_side_by_side_get_gpus_of_their_own(tmp_path, monkeypatch):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2"
 
 
-def test_a_warm_up_runs_once_and_is_then_taken_from_the_cache(tmp_path, monkeypatch):
+def test_a_warm_up_runs_once_for_each_configuration_and_code_of_its_task(tmp_path, monkeypatch):
     monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "base_of_mine.py").write_text("class Base: pass\n")
+    (tmp_path / "task_of_mine.py").write_text(
+        "from base_of_mine import Base\nclass Task(Base): pass\n"
+    )
     made = []
 
     def train_it(config: dict, folder: Path) -> None:
@@ -294,26 +268,18 @@ def test_a_warm_up_runs_once_and_is_then_taken_from_the_cache(tmp_path, monkeypa
         (folder / "model").mkdir(parents=True)
         (folder / "model" / "weights").write_text("w")
 
+    def config(seed: int) -> dict:
+        tasks = {"one": {"_target_": "task_of_mine.Task"}}
+        return {"seed": seed, "env": {"task": {"tasks": tasks}}}
+
     def find(seed: int) -> Path:
-        return Path(resolve_experiment("experiment:warm", lambda _: {"seed": seed}, train_it))
+        return Path(resolve_experiment("experiment:warm", lambda _: config(seed), train_it))
 
     first = find(1)
     assert (first / "weights").read_text() == "w"
     assert find(1) == first
-    assert find(2) != first  # another configuration is another model
+    assert find(2) != first
     assert made == [1, 2]
-    assert resolve_experiment("some/model", lambda _: {}, train_it) == "some/model"
-
-
-def test_an_edited_task_or_base_of_one_has_another_warm_up(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    base, task = tmp_path / "base_of_mine.py", tmp_path / "task_of_mine.py"
-    base.write_text("class Base: pass\n")
-    task.write_text("from base_of_mine import Base\nclass Task(Base): pass\n")
-    config = {"env": {"task": {"tasks": {"one": {"_target_": "task_of_mine.Task"}}}}}
-    folders = [cache_folder("warm", config)]
-    assert cache_folder("warm", config) == folders[0]
-    for file in (base, task):
-        file.write_text(file.read_text() + "hard = True\n")
-        folders.append(cache_folder("warm", config))
-    assert len(set(folders)) == 3
+    before = cache_folder("warm", config(1))
+    (tmp_path / "base_of_mine.py").write_text("class Base: hard = True\n")
+    assert cache_folder("warm", config(1)) != before

@@ -7,6 +7,7 @@ import math
 import shutil
 from pathlib import Path
 from statistics import fmean
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -36,24 +37,6 @@ LORA = (
     *("eval.num_samples=0", "eval.greedy=false", "eval.every=1"),
     *("checkpoint.every=1", "checkpoint.keep_best=true"),
 )
-
-
-@pytest.fixture(scope="module")
-def lora_run(tmp_path_factory) -> Path:
-    """Train an adapter for three iterations, with a checkpoint each and the best one kept."""
-    folder = tmp_path_factory.mktemp("lora") / "run"
-    prepare(compose_checked(LORA), folder, compose=compose_experiment)
-    train.train(OmegaConf.load(folder / "config.yaml"), folder)
-    return folder
-
-
-@pytest.fixture
-def old_run(tmp_path) -> Path:
-    """Write what the parent reads of a run that has a checkpoint."""
-    folder = tmp_path / "run"
-    (folder / "checkpoints" / "iteration_000001").mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(compose_checked(LORA)))
-    return folder
 
 
 def test_pass_at_k_is_the_share_of_picks_with_a_right_one():
@@ -112,18 +95,18 @@ def test_the_limit_is_made_of_the_model_that_a_run_started_from(small_run, tmp_p
 
 
 @pytest.mark.runs
-def test_an_exported_model_is_the_merged_best_checkpoint(lora_run, tmp_path):
+def test_an_exported_model_is_the_merged_best_checkpoint(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    target = tmp_path / "mine"
-    do(tmp_path / "scratch", "mode=export", f"resume={lora_run}", f"output_dir={target}")
-    kept = {
-        p: json.loads((p / "state.json").read_text()) for p in (lora_run / "checkpoints").iterdir()
-    }
-    best = max(sorted(kept), key=lambda p: kept[p]["objective"])
+    run, target = tmp_path / "run", tmp_path / "mine"
+    prepare(compose_checked(LORA), run, compose=compose_experiment)
+    train.train(OmegaConf.load(run / "config.yaml"), run)
+    do(tmp_path / "scratch", "mode=export", f"resume={run}", f"output_dir={target}")
+    kept = {p: read_yaml(p / "state.json") for p in sorted((run / "checkpoints").iterdir())}
+    best = max(kept, key=lambda p: kept[p]["objective"])
     assert kept[best]["iteration"] < max(state["iteration"] for state in kept.values())
     model = AutoModelForCausalLM.from_pretrained(target).state_dict()
-    start = AutoModelForCausalLM.from_pretrained(read_status(lora_run)["model"]["name"])
+    start = AutoModelForCausalLM.from_pretrained(read_status(run)["model"]["name"])
     adapter = load_file(best / "adapter" / "adapter_model.safetensors")
     seen = 0
     for name, before in start.state_dict().items():
@@ -135,58 +118,40 @@ def test_an_exported_model_is_the_merged_best_checkpoint(lora_run, tmp_path):
             seen += bool(change.any())
         torch.testing.assert_close(model[name], before + change)
     assert seen > 4
-    asking = [{"role": "user", "content": "Sort 3"}]
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    assert tokenizer.apply_chat_template(asking, add_generation_prompt=True)
+    assert AutoTokenizer.from_pretrained(target).chat_template
     page = (target / "README.md").read_text()
-    by_iteration = {line["progress/iteration"]: line for line in lines(lora_run / "metrics.jsonl")}
+    by_iteration = {line["progress/iteration"]: line for line in lines(run / "metrics.jsonl")}
     first, at_best = (by_iteration[i]["loss/total"] for i in (1, kept[best]["iteration"]))
     assert f"| `loss/total` | {first:.3f} | {at_best:.3f} |" in page
     assert (target / "curves.svg").read_text().startswith("<svg")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "scratch"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "run", "scratch"]
 
 
-def test_a_push_makes_a_private_repository_and_sends_the_folder(tmp_path, monkeypatch):
-    calls = []
-
-    class Hub:
-        repo_id = "me/mine"
-
-        def create_repo(self, name, **options):
-            calls.append((name, options["private"]))
-            return self
-
-        def upload_folder(self, **options):
-            calls.append((options["repo_id"], options["folder_path"]))
-
-    monkeypatch.setattr("trainer.modes.export.HfApi", Hub)
+def test_a_push_goes_to_a_private_repository(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.modes.export.HfApi", hub := MagicMock())
     push(tmp_path, "me/mine")
-    assert calls == [("me/mine", True), ("me/mine", tmp_path)]
+    assert hub().create_repo.call_args.kwargs["private"]
+    assert hub().upload_folder.call_args.kwargs["folder_path"] == tmp_path
 
 
-def test_a_card_names_where_its_model_came_from_and_no_folder_and_no_secret(tmp_path):
-    model = tmp_path / "a run" / "model"
+@pytest.mark.parametrize("started_from", ["config.yaml", "MANIFEST.json"])
+def test_a_card_names_the_model_of_the_hub_and_no_folder_and_no_secret(tmp_path, started_from):
+    """It started from the model of another run, or of a warm-up in the cache."""
+    model, base = tmp_path / "a run" / "model", "Qwen/Qwen2.5-0.5B-Instruct"
     model.mkdir(parents=True)
-    base = "Qwen/Qwen2.5-0.5B-Instruct"
     first = {"experiment": "sft_qwen", "policy": {"model": base}}
-    (tmp_path / "a run" / "config.yaml").write_text(json.dumps(first))
-    config = {"experiment": "grpo_qwen", "api_key": "planted-1", "seed": 3}
-    config |= {"policy": {"model": str(model), "system_prompt": "Be {{so}}"}}
-    config |= {"env": {"dataset": str(tmp_path / "rows.jsonl")}}
+    first = {"about": {"config": first}} if started_from == "MANIFEST.json" else first
+    (tmp_path / "a run" / started_from).write_text(json.dumps(first))
+    policy = {"model": str(model), "system_prompt": "Be {{so}}"}
+    data = {"dataset": str(tmp_path / "rows.jsonl")}
+    config = {"experiment": "grpo_qwen", "api_key": "planted-1", "policy": policy, "env": data}
     metrics = [{"progress/iteration": i, "reward/mean": i / 4} for i in (1, 2, 3)]
     run = Run(tmp_path, {"model": {"sha256": "f00"}}, config, [], {}, metrics)
     page = card(run, Weights(tmp_path, "the best checkpoint", str(tmp_path), 2), name="mine")
     assert yaml.safe_load(page.split("---\n")[1])["base_model"] == base
-    assert "| `reward/mean` | 0.250 | 0.500 |" in page
-    assert '| `env.dataset` | `"rows.jsonl"` |\n' in page
-    assert "Be {{so}}" in page
-    assert str(tmp_path) not in page
-    assert "planted-1" not in page
-    # a model of the cache: its configuration is in its manifest
-    (tmp_path / "a run" / "config.yaml").unlink()
-    about = {"experiment": "sft_qwen", "config": first}
-    (tmp_path / "a run" / "MANIFEST.json").write_text(json.dumps({"about": about}))
-    assert f"base_model: {base}" in card(run, Weights(tmp_path, "it", "", 2), name="mine")
+    wanted = ("| `reward/mean` | 0.250 | 0.500 |", '| `env.dataset` | `"rows.jsonl"` |', "{{so}}")
+    assert [text for text in wanted if text not in page] == []
+    assert [text for text in (str(tmp_path), "planted-1") if text in page] == []
 
 
 def make_checkpoint(folder: Path, iteration: int, objective: float | None) -> Path:
@@ -251,21 +216,21 @@ def test_a_chat_sets_the_policy_beside_its_reference():
     ("words", "key"),
     [
         (["mode=chat", "kl.coeff=1"], r"kl\.coeff"),
-        (["mode=chat", "hub=me/mine"], "hub"),
         (["mode=export"], "output_dir"),
         (["mode=export", "output_dir=run"], "output_dir"),
         (["mode=limit"], r"kl\.measure"),
+        (["mode=chat"], "failed; finish it with resume=run"),
     ],
 )
-def test_a_mode_refuses_what_makes_no_sense_on_a_run(words, key, old_run, monkeypatch):
-    monkeypatch.chdir(old_run.parent)
+def test_a_mode_refuses_what_makes_no_sense_on_a_run_and_one_without_weights(
+    words, key, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "run" / "checkpoints" / "iteration_000001"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(compose_checked(LORA)))
+    (tmp_path / "run" / "status.json").write_text('{"state": "failed"}')
+    if "finish" in key:
+        checkpoint.rmdir()
     with pytest.raises(ValueError, match=key):
         asked(["resume=run", *words])
-
-
-@pytest.mark.parametrize("mode", ["chat", "evaluate", "export"])
-def test_a_mode_refuses_a_run_without_weights(mode, old_run):
-    shutil.rmtree(old_run / "checkpoints")
-    (old_run / "status.json").write_text('{"state": "failed"}')
-    with pytest.raises(ValueError, match=f"failed; finish it with resume={old_run}"):
-        asked([f"mode={mode}", f"resume={old_run}", *["output_dir=new"] * (mode == "export")])

@@ -10,7 +10,7 @@ from conf.build import make_source, make_verbs
 from conf.compose import compose_checked, set_up
 from envs.chat_env import ChatEnv
 from trainer import DropTruncated, GroupAdvantage, OverlongPenalty
-from trainer.metrics import idle_groups, summarize
+from trainer.metrics import idle_groups
 
 
 def test_the_overlong_penalty_is_that_of_dapo_at_the_last_sampled_token():
@@ -31,12 +31,6 @@ def test_the_overlong_penalty_is_that_of_dapo_at_the_last_sampled_token():
         assert batch["reward_part", "overlong"][i].item() == pytest.approx(weight * want)
     assert (min(seen), max(seen)) == (-1, 0)
     assert any(-1 < value < 0 for value in seen)
-
-
-@pytest.mark.parametrize("wrong", [{"buffer": 0}, {"buffer": 21}, {"buffer": 4, "weight": -1.0}])
-def test_impossible_penalties_are_refused(wrong):
-    with pytest.raises(ValueError, match="buffer"):
-        OverlongPenalty(max_tokens=20, **wrong)
 
 
 def test_truncated_replies_teach_nothing_and_are_no_part_of_the_baseline():
@@ -67,15 +61,14 @@ def test_a_group_is_idle_if_its_kept_rows_have_one_reward_or_there_are_none():
     assert idle_groups(td).tolist() == [True, True, True], "one alone has nothing beside it"
 
 
-@pytest.mark.parametrize("source", ["Rollouts", "DynamicRollouts"])
-def test_a_configuration_shapes_in_order_and_its_parts_still_add_up(source):
+def test_a_configuration_shapes_in_order_and_its_parts_still_add_up():
     set_up()
     penalty = "{_target_:trainer.OverlongPenalty,max_tokens:6,buffer:4}"
     words = [
         "experiment=grpo_tiny",
         f"algorithm.group_size={G}",
         "trainer.prompts_per_iteration=4",
-        f"algorithm.source._target_=trainer.{source}",
+        "algorithm.source._target_=trainer.DynamicRollouts",
         f"algorithm.after_rollout={{first:{penalty},second:{{_target_:trainer.DropTruncated}}}}",
     ]
     parts = {"task": Words(), "env": ChatEnv(Words(), group_size=G), "generator": make_policy()}
@@ -87,6 +80,3 @@ def test_a_configuration_shapes_in_order_and_its_parts_still_add_up(source):
     torch.testing.assert_close(batch["reward_raw"].sum(-1), total)
     assert (batch["reward_part", "overlong"] < 0).any()
     assert not batch["loss_mask"][batch["truncated"]].any()
-    metrics = summarize(GroupAdvantage(group_size=G, leash=leash(0.0))(batch), one_process())
-    parts = metrics["reward_part/length"] + metrics["reward_part/overlong"]
-    assert metrics["reward/raw_mean"] == pytest.approx(parts)

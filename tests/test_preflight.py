@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ from trainer.modes.preflight.tokens import count_ends
 from trainer.runtime import peak
 
 SMALL = (
-    *("preflight=true", "trainer.prompts_per_iteration=4", "policy.model=tiny"),
-    *("algorithm.group_size=4", "eval.max_rows=4", "eval.num_samples=1", "seed=3"),
-    *("env.task.num_rows=40", "policy.device=cpu", "experiment=grpo_tiny"),
+    *("preflight=true", "trainer.prompts_per_iteration=4", "eval.max_rows=4", "eval.num_samples=1"),
+    *("env.task.num_rows=40", "policy.device=cpu", "seed=3"),
 )
+RL = (*SMALL, "experiment=grpo_tiny", "algorithm.group_size=4")
 
 
 def look(folder: Path, *words: str) -> float:
@@ -47,10 +48,8 @@ def test_rows_that_learn_nothing_and_rows_that_end_by_a_learnt_end_are_counted()
 
 
 def test_the_peak_is_that_of_its_own_time():
-    kept = torch.ones(2**24)  # 64 MiB
-    cpu = torch.device("cpu")
-    now = restart_peak(cpu)
-    before = peak(cpu)
+    kept, cpu = torch.ones(2**24), torch.device("cpu")  # 64 MiB
+    now, before = restart_peak(cpu), peak(cpu)
     assert before >= now > kept.nbytes
     more = torch.ones(2**25)
     assert peak(cpu) > before + 0.9 * more.nbytes
@@ -59,7 +58,7 @@ def test_the_peak_is_that_of_its_own_time():
 
 @pytest.mark.runs
 def test_a_sound_run_has_no_problem_and_leaves_nothing(tmp_path):
-    done = train_by_command(*SMALL[:2], *SMALL[3:], f"output_dir={tmp_path / 'run'}")
+    done = train_by_command(*RL, f"output_dir={tmp_path / 'run'}")
     assert done.code == 0, done.text
     assert "preflight: no problem found" in done.text
     assert "= 240 steps" in done.text
@@ -75,7 +74,7 @@ def test_what_another_experiment_would_train_first_is_no_problem_of_its_replies(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))  # no warm-up is in it
-    assert look(tmp_path, *SMALL[:2], *SMALL[3:], "optimizer.warmup=241") == 1
+    assert look(tmp_path, *RL, "optimizer.warmup=241") == 1
     printed = capsys.readouterr().out
     assert "sft_tiny would be trained first" in printed
     assert "optimizer.warmup=241 is longer than the run's 240 steps" in printed
@@ -88,25 +87,21 @@ def test_a_template_whose_ends_are_not_learnt_is_a_problem(tmp_path, capsys):
         "{% generation %}{{ m['content'] }}{% endgeneration %}\n{% else %}{{ m['content'] }}\n"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    path = tmp_path / "endless.jinja"
-    path.write_text(template)
-    words = [word for word in SMALL if not word.startswith(("algorithm", "experiment"))]
-    assert look(tmp_path, *words, "experiment=sft_tiny", f"policy.chat_template={path}") == 1
+    (path := tmp_path / "endless.jinja").write_text(template)
+    words = ("experiment=sft_tiny", "policy.model=tiny", f"policy.chat_template={path}")
+    assert look(tmp_path, *SMALL, *words) == 1
     assert "policy.chat_template=chatml" in capsys.readouterr().out
-
-
-class Free:
-    """What shutil.disk_usage returns, as far as it is read."""
-
-    free = 10
 
 
 @pytest.mark.runs
 def test_idle_groups_memory_and_a_full_disk_are_problems(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(costs.shutil, "disk_usage", lambda _: Free())
+    monkeypatch.setattr(costs.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     monkeypatch.setattr(costs, "memory_of", lambda _: 2**20)
     # an untrained model is never right
-    assert look(tmp_path, *SMALL, "checkpoint.every=10", "checkpoint.keep_last=2") >= 3
+    assert (
+        look(tmp_path, *RL, "policy.model=tiny", "checkpoint.every=10", "checkpoint.keep_last=2")
+        >= 3
+    )
     printed = capsys.readouterr().out
     model = 4 * sum(p.numel() for p in load_policy("tiny").model.parameters())
     found = re.search(r"the run writes (\d+) MiB", printed)

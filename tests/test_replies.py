@@ -14,8 +14,8 @@ from trainer.reports.trackers.jsonl import JsonlTracker
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
 
 
-def write_replies(folder: Path, *, iterations: int = 6, size: int = 1) -> Path:
-    """Write three groups of two replies an iteration, and three evaluations of four prompts."""
+def data_of(folder: Path, iterations: int, size: int) -> dict:
+    """Write three groups of two replies an iteration and three evaluations; return the page's."""
     tracker = JsonlTracker(folder)
     write_lines(folder, *[{"reward/mean": 0.5}] * iterations)
     row = {"kind": "train", "answer": HOSTILE, "system": "Be brief.", "kl": None}
@@ -30,10 +30,8 @@ def write_replies(folder: Path, *, iterations: int = 6, size: int = 1) -> Path:
             for g in range(3)
         ]
         tracker.replies(said if i else [], i, kind="train")
-    return folder
-
-
-def data_of(folder: Path) -> dict:
+    with (folder / "transcripts.jsonl").open("a") as file:
+        file.write('{"iteration": 6, "kind": "train", "pro')  # a torn line is left out
     source = write_report(folder).read_text(encoding="utf-8")
     data = r'<script type="application/json" id="replies-data">(.*?)</script>'
     (found,) = re.findall(data, source)
@@ -42,7 +40,7 @@ def data_of(folder: Path) -> dict:
 
 
 def test_the_page_holds_whole_groups_with_answer_parts_and_system_prompt_as_text(tmp_path):
-    data = data_of(write_replies(tmp_path))
+    data = data_of(tmp_path, iterations=6, size=1)
     assert [found["iteration"] for found in data["train"]] == [1, 2, 3, 4, 5, 6]
     assert [len(found["groups"]) for found in data["train"]] == [3] * 6
     first = data["train"][0]["groups"][0]
@@ -59,17 +57,9 @@ def test_the_page_holds_whole_groups_with_answer_parts_and_system_prompt_as_text
 
 def test_a_long_run_is_held_by_its_newest_and_evenly_spaced_iterations(tmp_path, monkeypatch):
     monkeypatch.setattr(replies, "MOST", 40_000)
-    folder = write_replies(tmp_path, iterations=40, size=500)
-    shown = [found["iteration"] for found in data_of(folder)["train"]]
+    data = data_of(tmp_path, iterations=40, size=500)
+    shown = [found["iteration"] for found in data["train"]]
     assert shown[-1] == 40
     assert len({b - a for a, b in pairwise(shown)}) == 1
     assert 5 <= len(shown) < 14
-    page = Page(folder / "report.html")
-    assert f"Here are {len(shown)} of 40 iterations; all are in transcripts.jsonl." in page.texts
-    assert len(page.source) < 40_000 + 60_000
-
-
-def test_a_torn_line_is_left_out(tmp_path):
-    path = write_replies(tmp_path) / "transcripts.jsonl"
-    path.write_bytes(path.read_bytes() + b'{"iteration": 7, "kind": "train", "pro')
-    assert [len(found["groups"]) for found in data_of(tmp_path)["train"]][:6] == [3] * 6
+    assert len((tmp_path / "report.html").read_text()) < 40_000 + 60_000

@@ -4,7 +4,6 @@ import re
 
 import psutil
 import pytest
-import torch
 from runs import SMALL, launch, lines, wait_for
 
 from trainer.reports.__main__ import main
@@ -43,16 +42,6 @@ def test_the_replies_to_a_prompt_are_kept_together_with_its_answer(small_run):
         assert row["answer"] == "".join(sorted(digits, reverse=reverse))
 
 
-def test_a_run_keeps_its_defaults_and_what_it_ran_on(small_run):
-    run = load_run(small_run.folder)
-    nodes = (run.defaults["leash"], run.defaults["experiment"], run.config)
-    assert [node["trainer"]["num_iterations"] for node in nodes] == [10, 240, 16]
-    assert run.defaults["experiment"]["policy"]["model"] == "experiment:sft_tiny"
-    machine = run.status["machine"]
-    assert (machine["torch"], machine["ranks"]) == (torch.__version__, 1)
-    assert machine["device"].startswith("cpu")
-
-
 def test_a_page_is_there_while_the_run_goes_on_and_tells_when_it_was_killed(small_run, tmp_path):
     folder = tmp_path / "run"
     words = [word for word in SMALL if not word.startswith("trainer.num_iterations")]
@@ -61,9 +50,6 @@ def test_a_page_is_there_while_the_run_goes_on_and_tells_when_it_was_killed(smal
     wait_for(lambda: page.exists() and 'aria-label="Reward"' in page.read_text(), process)
     assert "data-reload" in page.read_text()
     assert load_run(folder).state == "running"
-    shown = re.search(r"<b>(\d+) of 500</b>", page.read_text())
-    assert shown, "the first curves do not wait for SECONDS"
-    assert int(shown[1]) < 20
     ranks = psutil.Process(process.pid).children(recursive=True)
     for one in (psutil.Process(process.pid), *ranks):
         one.kill()

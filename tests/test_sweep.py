@@ -15,6 +15,9 @@ from trainer.reports.sweep_jobs import Job, Sweep, best, grouped, results
 from trainer.reports.sweep_page import sweep_svg, write_sweep
 from trainer.runs.run_files import load_run
 
+NONE = dict.fromkeys(("objective", "reward/raw_mean", "kl/ref_sequence"))
+NOTE = {"level": "warn", "title": "Hacked", "text": "t", "iteration": 3, "until": None}
+
 
 def write_job(folder: Path, *, coeff: float, iterations: int = 15, state: str | None = "finished"):
     rows = [
@@ -24,21 +27,22 @@ def write_job(folder: Path, *, coeff: float, iterations: int = 15, state: str | 
     first = {"eval/sampled_accuracy": 0.1, "reward/mean": 99.0}
     write_lines(folder, first, *rows, {"eval/sampled_accuracy": 0.75}, begin=0)
     if state:
-        write_status(folder, state=state, objective=0.5)
+        notes = [NOTE, {**NOTE, "title": "Ok", "until": 4}]
+        write_status(folder, state=state, objective=0.5, notes=notes)
     (folder / "report.html").touch()
     write_words(folder, "experiment=grpo_tiny", f"kl.coeff={coeff}", "env.api_key=planted-3")
 
 
-def write_jobs(folder: Path) -> Path:
-    """Write a sweep of a finished job, one that was killed and one that never began."""
+@pytest.fixture
+def sweep(tmp_path) -> Path:
+    """Write a sweep: two finished jobs, one that was killed and one that never began."""
+    folder = tmp_path / "multi"
     write_job(folder / "kl.coeff=10", coeff=10.0)
+    write_job(folder / "kl.coeff=20", coeff=20.0)
     write_job(folder / "kl.coeff=2", coeff=2.0, iterations=4, state=None)
     write_words(folder / "kl.coeff=3,policy.model=a" / "b", "kl.coeff=3", "policy.model=a/b")
     (folder / "multirun.yaml").write_text("hydra: {}\n")
     return folder
-
-
-NONE = dict.fromkeys(("objective", "reward/raw_mean", "kl/ref_sequence"))
 
 
 def job(
@@ -59,12 +63,13 @@ def picture(jobs: list[Job]) -> Picture:
     return Picture(frontier(jobs, width=480, height=340))
 
 
-def test_the_csv_has_a_row_per_job_with_means_over_its_end(tmp_path):
-    page = Page(write_sweep(write_jobs(tmp_path)))
-    assert page.attributes("href") == ["kl.coeff%3D2/report.html", "kl.coeff%3D10/report.html"]
-    assert "planted-3" not in page.source + (tmp_path / "sweep.csv").read_text()
-    with open(tmp_path / "sweep.csv", newline="") as file:
-        short, unborn, whole = csv.DictReader(file)
+def test_the_csv_has_a_row_per_job_with_means_over_its_end(sweep):
+    page = Page(write_sweep(sweep))
+    assert {*page.attributes("href")} == {f"kl.coeff%3D{c}/report.html" for c in (2, 10, 20)}
+    assert "planted-3" not in page.source + (sweep / "sweep.csv").read_text()
+    assert (page.texts.count("Hacked"), page.texts.count("Ok")) == (1, 0), "once for all jobs"
+    with open(sweep / "sweep.csv", newline="") as file:
+        short, unborn, whole, _ = csv.DictReader(file)
     names = ["kl.coeff=2", "kl.coeff=3,policy.model=a/b", "kl.coeff=10"]
     assert [row["job"] for row in (short, unborn, whole)] == names
     assert float(whole["reward/raw_mean"]) == 14  # iterations 13 to 15, a quarter
@@ -74,18 +79,8 @@ def test_the_csv_has_a_row_per_job_with_means_over_its_end(tmp_path):
     assert [row["state"] for row in (whole, short)] == ["finished", "not started"]
     assert [row["objective"] for row in (whole, short)] == ["0.5", ""]
     assert float(whole["eval/sampled_accuracy"]) == 0.75
-    assert [unborn[key] for key in ("kl.coeff", "policy.model", "reward/raw_mean")] == [
-        *("3", "a/b", "")
-    ]
-
-
-def test_what_several_jobs_warn_of_stands_once_on_the_page(tmp_path):
-    note = {"level": "warn", "title": "Hacked", "text": "t", "iteration": 3, "until": None}
-    for folder in (tmp_path / "kl.coeff=0", tmp_path / "kl.coeff=1"):
-        write_job(folder, coeff=0.0)
-        write_status(folder, state="finished", notes=[note, {**note, "title": "Ok", "until": 4}])
-    page = Page(write_sweep(tmp_path))
-    assert (page.texts.count("Hacked"), page.texts.count("Ok")) == (1, 0)
+    cells = [unborn[key] for key in ("kl.coeff", "policy.model", "reward/raw_mean")]
+    assert cells == ["3", "a/b", ""]
 
 
 def test_the_best_setting_is_not_that_of_the_luckiest_seed(tmp_path):
@@ -93,10 +88,8 @@ def test_the_best_setting_is_not_that_of_the_luckiest_seed(tmp_path):
     jobs = [job(f"{c}{s}", objective=o, kl__coeff=c, seed=s) for c, s, o in values]
     jobs.append(job("13", objective=0.0, state="failed", kl__coeff=1, seed=3))
     found = best(jobs)
-    assert found is not None
     assert (found.name, found.mean("objective")) == ("kl.coeff=1", pytest.approx(0.55))
     tied = best([job("a", kl=2.0, objective=1.0), job("b", kl=1.0, objective=1.0)])
-    assert tied is not None
     assert tied.name == "b", "at equal objectives that with the lower KL"
     printed = results(Sweep(tmp_path, jobs, live=False, command="the command"))
     rows = [line.split()[:2] for line in printed[1:3]]
@@ -119,52 +112,44 @@ def test_the_frontier_is_what_no_other_setting_beats(places):
     }
 
 
-def test_unfinished_jobs_enter_neither_means_nor_the_line():
+def test_unfinished_jobs_enter_neither_means_nor_the_line_and_seeds_are_one_point():
     jobs = [
-        job("a1", 1.0, 1.0, c="a", seed=1),
+        job("a1", 1.0, 4.0, c="a", seed=1),
         job("a2", 9.0, 0.1, state="running", c="a", seed=2),
+        job("a3", 0.5, 6.0, c="a", seed=3),
         job("b1", 9.0, 0.1, state="running", c="b", seed=1),
-        job("c1", 2.0, 4.0, c="c", seed=1),
+        job("c1", 2.0, 6.0, c="c", seed=1),
     ]
     a, b, c = grouped(jobs)
-    assert [s.spots() for s in (a, b, c)] == [[(1.0, 1.0)], [(0.1, 9.0)], [(4.0, 2.0)]]
+    assert [s.spots() for s in (a, b, c)] == [[(4.0, 1.0), (6.0, 0.5)], [(0.1, 9.0)], [(6.0, 2.0)]]
+    assert (a.place(), a.label) == ((5.0, 0.75), "a")
     assert pareto([a, b, c]) == [a, c]
-    styles = [dot.attrib["style"] for dot in picture(jobs).dots]
-    assert ["dasharray" in style for style in styles] == [False, True, False]
+    drawn = picture(jobs)
+    assert len(drawn.all(**{"class": "bars"})) == 1  # of the one with seeds
+    assert sum("dasharray" in dot.attrib["style"] for dot in drawn.dots) == 1
 
 
-def test_seeds_are_one_point_with_bars_from_the_lowest_to_the_highest():
-    values = [(0, 1, 1.0, 4.0), (0, 2, 0.5, 9.0), (0, 3, 0.75, 5.0), (1, 1, 0.25, 1.0)]
-    jobs = [job(f"{c}{s}", r, kl, kl__coeff=c, seed=s) for c, s, r, kl in values]
-    many, one = grouped(jobs)
-    assert (many.label, many.place(), one.place()) == ("0", (6.0, 0.75), (1.0, 0.25))
-    assert len(picture(jobs).all(**{"class": "bars"})) == 1  # of the one with seeds
-
-
-def test_the_command_takes_a_sweep_and_reports_unrelated_runs_one_by_one(tmp_path, capsys):
+def test_the_command_takes_a_sweep_and_reports_unrelated_runs_one_by_one(sweep, tmp_path, capsys):
     write_job(tmp_path / "a" / "1", coeff=1.0)
     write_job(tmp_path / "b" / "2", coeff=1.0)
-    sweep, drawn = write_jobs(tmp_path / "multi"), tmp_path / "x.svg"
+    drawn = tmp_path / "x.svg"
     assert main([str(tmp_path)]) == 0
     pages = [*sorted(tmp_path.glob("?/?/report.html")), sweep / "sweep.html"]
     assert capsys.readouterr().out.split() == [str(page) for page in pages]
     assert main([str(tmp_path), "--svg", str(drawn)]) == 2
-    assert main([str(sweep), "--svg", str(drawn)]) == 0
+    capsys.readouterr()
+    assert main([str(sweep), "--svg", str(drawn), "--table"]) == 0
     assert drawn.read_text() == sweep_svg(sweep)
-
-
-def test_the_command_prints_the_table_of_a_sweep(tmp_path, capsys):
-    for coeff in (2, 10):
-        write_job(tmp_path / f"kl.coeff={coeff}", coeff=float(coeff))
-    (tmp_path / "multirun.yaml").write_text("hydra: {}\n")
-    assert main([str(tmp_path), "--table"]) == 0
-    lines = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()]
-    head, _, *rows = [[cell.strip() for cell in line] for line in lines]
-    assert head == ["", "kl.coeff=2.0", "kl.coeff=10.0"]
-    found = {row[0].split(" (")[0]: row[1:] for row in rows}
-    assert found["KL, nats per reply"] == [f"{11 / (1 + coeff):.2f}" for coeff in (2, 10)]
-    assert found["reward"] == ["14.00", "14.00"]
-    assert found["sampled held-out accuracy"] == ["0.75", "0.75"]
+    printed = capsys.readouterr().out.splitlines()
+    table = [line.split("|")[1:-1] for line in printed if line.startswith("|")]
+    head, _, *rows = [[cell.strip() for cell in line] for line in table]
+    assert head[-2:] == ["kl.coeff=10.0", "kl.coeff=20.0"]
+    found = {row[0].split(" (")[0]: row[-2:] for row in rows}
+    assert found == {
+        "KL, nats per reply": [f"{11 / (1 + coeff):.2f}" for coeff in (10, 20)],
+        "reward": ["14.00", "14.00"],
+        "sampled held-out accuracy": ["0.75", "0.75"],
+    }
 
 
 def test_the_page_has_a_row_per_setting_and_folds_those_of_its_jobs(tmp_path):

@@ -6,12 +6,14 @@ import math
 import sqlite3
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 from accelerate import PartialState
 from omegaconf import OmegaConf
+from pages import write_words
 from runs import lines
 
 from conf.build import make_tracker
@@ -19,7 +21,6 @@ from conf.compose import compose_checked
 from trainer.reports.trackers.accelerate import AccelerateTracker
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.reports.trackers.wandb import WandbTracker
-from trainer.runs.redact import HIDDEN, redact, redact_text
 
 pytestmark = pytest.mark.usefixtures("no_wandb_account")
 QUICK = {"x_disable_stats": True, "x_disable_machine_info": True, "disable_git": True}
@@ -86,64 +87,53 @@ def reply(i: int) -> dict:
     return {**row, "advantage": None, "kl": 0.5, "truncated": False}
 
 
-def tables(folder: Path) -> list[list[tuple]]:
-    """Return the rows of every part of W&B's table of replies."""
-    paths = folder.glob("wandb/offline-run-*/files/media/table/*.json")
-    found = [json.loads(p.read_text()) for p in sorted(paths, key=lambda p: p.stat().st_mtime)]
-    keys = ("iteration", "prompt", "answer", "response", "reward", "parts")
-    rows = [[dict(zip(t["columns"], row, strict=True)) for row in t["data"]] for t in found]
-    return [[tuple(row[key] for key in keys) for row in part] for part in rows]
-
-
-def inspect(folder: Path) -> list[dict]:
-    """Read every offline run below a folder with W&B's own tool."""
-    records = []
+def records_of_wandb(folder: Path) -> dict[str, list[dict]]:
+    """Read every offline run below a folder with W&B's own tool; return its records by kind."""
+    tool, found = Path(sys.executable).with_name("wandb"), defaultdict(list)
     for run in sorted((folder / "wandb").glob("offline-run-*")):
-        tool = Path(sys.executable).with_name("wandb")
-        command = [str(tool), "leet", "inspect", "--json", str(run)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        records += [json.loads(line) for line in done.stdout.splitlines()]
-    return records
+        printed = subprocess.check_output([tool, "leet", "inspect", "--json", run], text=True)
+        for record in map(json.loads, printed.splitlines()):
+            found[record["type"]].append(record.get(record["type"]))
+    return found
 
 
 def test_wandb_holds_what_the_files_hold_over_a_resume_and_no_secret(tmp_path, monkeypatch):
     config = {"kl": {"coeff": 0.1}, "env": {"api_key": "planted-1"}}
     about = {"config": config, "name": "kl.coeff=0.1", "group": "sweep", "tags": ["grpo", "tiny"]}
+    about |= {"job_type": "sft", "table_every": 2}
     monkeypatch.setattr(sys, "argv", ["train.py", "env.api_key=planted-1"])
-    tracker = offline(tmp_path, **about, job_type="sft", table_every=2)
+    tracker = offline(tmp_path, **about)
     for i in range(5):
         tracker.replies([reply(i)], i, kind="train")
         tracker.log({"reward/mean": i / 7, "kl/ref_sequence": -i * 1e-5, "progress/step": 4 * i}, i)
     tracker.alert("Replies truncated", "100% of the replies were cut", error=True)
     tracker.end("preempted", saved=None)
-    first_id = (tmp_path / "wandb_id.txt").read_text().strip()
-    said = [(i, f"p{i}", f"a{i}", "| *a*\nb", i / 7, "x 1, y 0.25") for i in range(6)]
-    assert tables(tmp_path) == [said[:3], said[3:5]]
-
-    tracker = offline(tmp_path, 4, **about, resume=True, table_every=2)
+    tracker = offline(tmp_path, 4, **about, resume=True)
     tracker.replies([reply(5)], 5, kind="train")
     tracker.log({"reward/mean": 0.875, "kl/ref_sequence": 2.0, "progress/step": 12}, 5)
     tracker.end("finished", saved=None)
-    assert tables(tmp_path)[2:] == [said], "a table that cannot go on begins with all replies"
-
-    records = inspect(tmp_path)
-    history = [r["history"]["item"] for r in records if r["type"] == "history"]
+    tables = [json.loads(p.read_text()) for p in tmp_path.rglob("media/table/*.json")]
+    column = tables[0]["columns"].index("prompt")
+    prompts = sorted([row[column] for row in table["data"]] for table in tables)
+    every = [f"p{i}" for i in range(6)]
+    assert prompts == [every[:3], every, every[3:5]], "resumed, it begins with all replies"
+    records = records_of_wandb(tmp_path)
+    history = [record["item"] for record in records["history"]]
     other = ("_", "transcripts.")
     seen = [{k: v for k, v in item.items() if not k.startswith(other)} for item in history]
     written = lines(tmp_path / "metrics.jsonl")
     assert seen == written[:5] + written, "the file of a resumed run holds the whole of it"
-    alerts = [r["alert"] for r in records if r["type"] == "alert"]
-    assert [(a["title"], a["level"]) for a in alerts] == [("Replies truncated", "ERROR")]
-    runs = [r["run"] for r in records if r["type"] == "run"]
-    assert {run["run_id"] for run in runs} == {first_id}
+    alerts = [(alert["title"], alert["level"]) for alert in records["alert"]]
+    assert alerts == [("Replies truncated", "ERROR")]
+    runs = records["run"]
+    assert {run["run_id"] for run in runs} == {(tmp_path / "wandb_id.txt").read_text().strip()}
     names = [runs[0][key] for key in ("run_group", "display_name", "job_type")]
     assert names == ["sweep", "kl.coeff=0.1", "sft"]
     assert sorted(runs[0]["tags"]) == ["grpo", "tiny"]
     assert runs[0]["config"]["update"]["kl"] == {"coeff": 0.1}
-    axes = [r["metric"] for r in records if r["type"] == "metric"]
-    assert ("*", "progress/iteration") in [(m.get("glob_name"), m.get("step_metric")) for m in axes]
-    everything = b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
-    assert b"planted-1" not in everything
+    axes = [(m.get("glob_name"), m.get("step_metric")) for m in records["metric"]]
+    assert ("*", "progress/iteration") in axes
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and b"planted-1" in p.read_bytes()]
 
 
 def tensorboard(folder: Path) -> list[tuple[int, float]]:
@@ -226,33 +216,14 @@ def test_a_failing_tracker_does_not_stop_the_run(tmp_path, caplog):
     assert warnings_in(caplog) == 1
 
 
-def test_secrets_are_hidden_by_name_and_by_value_and_counts_are_not(monkeypatch):
-    monkeypatch.setenv("MY_HF_TOKEN", "hf_0123456789")
-    nested = {"db-password": "b", "url": "https://u:hf_0123456789@x"}
-    secret = {"api_key": "a", "nested": [nested], "value": "hf_0123456789"}
-    hidden = {"db-password": HIDDEN, "url": f"https://u:{HIDDEN}@x"}
-    assert redact(secret) == {"api_key": HIDDEN, "nested": [hidden], "value": HIDDEN}
-    known = {"max_new_tokens": 16, "aggregation": "token_mean", "hf_token": None, "keyword": "sort"}
-    assert redact(known) == known
-    text = "policy.max_new_tokens=9,env.api_key=abcdef,kl.coeff=0.1"
-    assert redact_text(text) == f"policy.max_new_tokens=9,env.api_key={HIDDEN},kl.coeff=0.1"
-    for counts in ("128,256", "[128, 256]", "choice(128,256)", "range(128,256)"):
-        assert redact_text(told := f"policy.max_prompt_tokens={counts}") == told
-
-
 def test_a_run_is_named_by_its_changes_and_a_job_is_grouped_by_its_sweep(tmp_path):
     folder = tmp_path / "sft_tiny" / "2026-01-01" / "seed=3"
-    (folder / ".hydra").mkdir(parents=True)
     words = ["experiment=sft_tiny", "trainer.num_iterations=9", "tracker=tensorboard"]
-    told = [*words, "allow_targets=true"]
-    told += ["kl.reference=./start", "env.task.judge=org/model"]  # of a path its end
-    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(told))
+    write_words(folder, *words, "allow_targets=true", "kl.reference=./start")  # of a path its end
     cfg = OmegaConf.create(compose_checked(words))
-    cfg.policy.model = "/runs/sft-1/model"
     about = make_tracker(cfg, folder).about
-    name = "sft_tiny trainer.num_iterations=9 kl.reference=start env.task.judge=org/model"
+    name = "sft_tiny trainer.num_iterations=9 kl.reference=start"
     assert (about["name"], about["group"], about["job_type"]) == (name, None, "sft")
-    assert about["tags"] == ["sft_tiny", "sft-1", "SFTObjective"]
     (folder.parent / "sweep.json").write_text("{}")
     about = make_tracker(cfg, folder).about
     assert (about["name"], about["group"]) == ("sft_tiny seed=3", "sft_tiny/2026-01-01")

@@ -33,10 +33,6 @@ assert not {"policies", "envs", "trainer", "conf"} & {*sys.modules}
 """
 
 
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def iterations(folder: Path) -> int:
     """Return how many iterations metrics.jsonl holds, while it may be being written."""
     rows = read_lines(folder / "metrics.jsonl")
@@ -48,15 +44,6 @@ def outcome(folder: Path) -> tuple[str, str]:
     return status["state"], status["reason"]
 
 
-def weights(folder: Path) -> dict:
-    return load_file(folder / "model.safetensors")
-
-
-def workers_of(process: subprocess.Popen) -> list[int]:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(child) for child in children]
-
-
 def test_a_run_leaves_what_the_contract_lists(small_run, cache):
     folder = small_run.folder
     names = {path.name for path in folder.iterdir()}
@@ -66,8 +53,8 @@ def test_a_run_leaves_what_the_contract_lists(small_run, cache):
     status = read_status(folder)
     assert (status["state"], status["reason"], status["iteration"]) == ("finished", None, 16)
     (warm,) = (cache / "experiments").glob("sft_tiny-*/model")
-    found = {"name": str(warm), "origin": "folder", "sha256": sha256(warm / "model.safetensors")}
-    assert status["model"] == found
+    sha256 = hashlib.sha256((warm / "model.safetensors").read_bytes()).hexdigest()
+    assert status["model"] == {"name": str(warm), "origin": "folder", "sha256": sha256}
     assert status["objective"] == metrics(folder)[-1]["eval/sampled_accuracy"]
     last = [line.split() for line in small_run.text.splitlines() if line.strip()][-4:]
     assert [words[0] for words in last] == ["report", "metrics", "model", "chat"]
@@ -115,15 +102,16 @@ def test_a_run_stopped_and_killed_goes_on_as_if_nothing_had_happened(small_run, 
     newest = sorted((folder / "checkpoints").glob("iteration_*"))[-1]
     assert newest.name == f"iteration_{reached:06d}", "a stop saves what is done"
 
-    flip_a_byte(newest / "model" / "model.safetensors")
+    damaged = newest / "model" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-5] + b"wrong")
     (folder / "checkpoints" / "iteration_000099").mkdir()  # half a checkpoint: no manifest
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"progress/iteration": 99, "rew')  # a torn line
     process = launch(f"resume={folder}")
     wait_for(lambda: iterations(folder) < reached, process)  # it went back to the older one
     wait_for(lambda: iterations(folder) >= 9, process)
-    (worker,) = workers_of(process)
-    os.killpg(worker, signal.SIGKILL)
+    (worker,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.killpg(int(worker), signal.SIGKILL)
     text = process.communicate(timeout=120)[0]
     assert process.returncode not in (0, 143), text
     assert outcome(folder)[0] == "failed"
@@ -132,14 +120,8 @@ def test_a_run_stopped_and_killed_goes_on_as_if_nothing_had_happened(small_run, 
     finished = train(f"resume={folder}")
     assert finished.code == 0, finished.text
     assert metrics(folder) == metrics(small_run.folder)
-    mine, theirs = weights(folder / "model"), weights(small_run.folder / "model")
-    assert all((mine[name] == theirs[name]).all() for name in theirs)
-
-
-def flip_a_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
+    weights = [load_file(f / "model/model.safetensors") for f in (folder, small_run.folder)]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[1])
 
 
 def test_a_resumed_run_refuses_another_reference(small_run, tmp_path):

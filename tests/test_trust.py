@@ -76,5 +76,5 @@ def test_values_of_secret_names_are_hidden(name, monkeypatch):
 def test_what_is_no_secret_stays():
     plain = {"max_new_tokens": 16, "token": "${oc.env:T}", "tokenizer": "a", "keyword": "b"}
     assert redact(plain) == plain
-    text = "nats per token: the policy, policy.max_new_tokens=16"
+    text = "nats per token: policy.max_new_tokens=16 policy.max_prompt_tokens=choice(128,256)"
     assert redact_text(text) == text

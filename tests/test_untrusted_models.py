@@ -18,7 +18,6 @@ from policies.models import find_model, load_model
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
 BAD = {  # Jinja programs that raise
     "more memory than any machine has": "{{ 'x' * 10**15 }}",
-    "more than a number of bytes": "{{ 'x' * 10**30 }}",
     "no number": "{{ 1 / 0 }}",
     "no end of calls": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
 }
