@@ -5,6 +5,7 @@ import json
 import math
 import re
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given

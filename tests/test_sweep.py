@@ -171,13 +171,12 @@ def test_points_on_one_spot_share_a_label():
 
 
 def test_runs_of_anywhere_are_compared_on_one_page_each_by_its_folder(
-    tmp_path, monkeypatch, capsys
+    sweep, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     write_job(Path("a/one"), coeff=1.0)
     write_job(Path("b/two"), coeff=1.0)  # the same words, another code
     write_words(Path("b/two"), "experiment=other", "kl.coeff=1.0")
-    write_jobs(Path("multi"))
     assert main(["a/one", "b/two", "multi/kl.coeff=10"]) == 0
     assert capsys.readouterr().out == "compare.html\n"
     page = Page(tmp_path / "compare.html")

@@ -234,7 +234,7 @@ def test_keys_name_a_wandb_run_and_variables_of_wandb_come_before_them(tmp_path,
     monkeypatch.setenv("WANDB_TAGS", "t1,t2")
     given = {"name": "mine", "tags": ["a"], "notes": "a note", "project": "ours", "group": None}
     offline(tmp_path, **given).end("finished", saved=None)
-    (run,) = [r["run"] for r in inspect(tmp_path) if r["type"] == "run"]
+    (run,) = records_of_wandb(tmp_path)["run"]
     shown = [run[key] for key in ("display_name", "project", "tags", "notes")]
     assert shown == ["mine", "theirs", ["t1", "t2"], "a note"]
     with pytest.raises(ValueError, match=r"tracker has .*notes.*init_timeout"):

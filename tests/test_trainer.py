@@ -1,5 +1,6 @@
 """The loop in this process: stops, resumes, and what it says about them."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from small_runs import (
     train,
 )
 
+from policies.cache import write_manifest
 from trainer.kl_control import make_kl_controller
 from trainer.runs.run_files import load_run
 
@@ -91,12 +93,12 @@ def test_a_run_goes_on_with_the_data_and_the_iterations_that_it_began_with(tmp_p
     def resume(name: str, value: object) -> None:
         train(tmp_path, resume=True, change=lambda loop: setattr(loop, name, value))
 
-    train(tmp_path, change=lambda loop: setattr(loop, "data", {"env.dataset": "a" * 64}))
+    train(tmp_path, change=lambda loop: setattr(loop, "inputs", {"env.dataset": "a" * 64}))
     with pytest.raises(ValueError, match=r"trainer\.num_iterations >= 4"):
         resume("num_iterations", 2)
-    with pytest.raises(ValueError, match=r"the data of env\.dataset"):
-        resume("data", {"env.dataset": "b" * 64})
-    resume("data", {"env.dataset": "a" * 64})
+    with pytest.raises(ValueError, match=r"the files of env\.dataset"):
+        resume("inputs", {"env.dataset": "b" * 64})
+    resume("inputs", {"env.dataset": "a" * 64})
     assert load_run(tmp_path).state == "finished"
 
 
@@ -105,7 +107,8 @@ def test_without_an_evaluation_the_objective_is_the_last_reward(tmp_path) -> Non
     assert load_run(tmp_path).status["objective"] == metrics(tmp_path)[-1]["reward/mean"]
 
 
-def test_a_checkpoint_whose_state_lacks_a_key_is_named(copied) -> None:
+def test_a_checkpoint_whose_state_lacks_a_key_is_named(straight, tmp_path) -> None:
+    copied = shutil.copytree(straight, tmp_path / "copied")
     newest = copied / "checkpoints" / "iteration_000004"
     state = json.loads((newest / "state.json").read_text())
     (newest / "state.json").write_text(json.dumps({k: state[k] for k in state if k != "update"}))
