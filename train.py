@@ -7,6 +7,7 @@ The parent checks the configuration and starts a fresh process per rank; it impo
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ except ModuleNotFoundError as missing:  # in the Python of the system, most like
     sys.exit(f"error: {missing}; type .venv/bin/python in place of python (make setup makes it)")
 
 
-def train(cfg: DictConfig, folder: Path) -> float:
-    """Put the parts of a run together and train, or what `mode` says; return its metric."""
+def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float:
+    """Put the parts of a run together and train, or what `mode` says; return its metric.
+
+    `observers` are trainer.Observer objects that watch the run besides those of the configuration.
+    """
     import policies
     import trainer
-    from policies.cache import sha256_of_data
+    from policies.cache import sha256_of_inputs
     from trainer.modes import run_mode
     from trainer.runs.versions import about_machine
 
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
     algorithm, total, opt = cfg.algorithm, cfg.trainer.num_iterations, cfg.optimizer
     steps = total * algorithm.epochs * algorithm.minibatches
     with parts.make_runtime(cfg, folder) as runtime:
@@ -43,8 +48,11 @@ def train(cfg: DictConfig, folder: Path) -> float:
         generator = parts.make_generator(cfg.policy, policy, runtime.folder)
         made = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
         made |= {"env": parts.make_env(cfg, task, policy), "leash": leash}
-        source = parts.make_source(cfg, **made)
+        verbs = parts.make_verbs(cfg, **made)
+        source = parts.make_source(cfg, verbs.values(), **made)
         advantage = parts.build(algorithm.advantage, algorithm, cfg.trainer, **made)
+        objective = parts.build(algorithm.objective, algorithm, **made)
+        watching = parts.make_observers(cfg, runtime, observers)
         settings = parts.keys_for(make := trainer.make_optimizer, opt)
         scorer, optimizer = runtime.prepare(policy, make, settings, reference, advantage)
         loop = trainer.Trainer(
@@ -57,7 +65,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
             update=trainer.Update(
                 scorer,
                 optimizer,
-                parts.build(algorithm.objective, algorithm, **made),
+                objective,
                 runtime,
                 lr=trainer.make_schedule(opt.schedule, lr=opt.lr, warmup=opt.warmup, total=steps),
                 **parts.keys_for(trainer.Update, cfg.trainer, algorithm),
@@ -77,10 +85,20 @@ def train(cfg: DictConfig, folder: Path) -> float:
             num_iterations=total,
             replies=cfg.tracker.get("replies", "0"),
             enough=parts.make_early_stopping(cfg.trainer),
-            data=sha256_of_data(cfg.env),
-            observers=parts.make_observers(cfg, runtime),
+            inputs=sha256_of_inputs(config),
+            parts=trainer.resuming.stateful(
+                config,
+                verbs,
+                source=source,
+                advantage=advantage,
+                objective=objective,
+                task=task,
+                env=made["env"],
+                observers=watching,
+            ),
+            observers=watching,
         )
-        return run_mode(loop, OmegaConf.to_container(cfg, resolve=True))
+        return run_mode(loop, config)
 
 
 def worker(folder: str, resume: str | None = None) -> int:

@@ -3,7 +3,7 @@
 import gc
 import json
 import runpy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ def train(
     rows: Rows,
     *,
     eval_rows: Rows | None = None,
+    observers: Sequence[Any] = (),
     experiment: str = "grpo_own",
     **overrides: Any,
 ) -> Run:
@@ -37,7 +38,8 @@ def train(
 
     `reward` is a function of (row, reply), one written for TRL, or several by name; None for SFT. A
     row is a text or has a "prompt", "question" or "messages"; the reward finds its other cells in
-    row["columns"]. A tenth is held out unless there are `eval_rows`. `overrides` are keys of the
+    row["columns"]. A tenth is held out unless there are `eval_rows`. `observers`
+    are trainer.Observer objects. `overrides` are keys of the
     configuration: `kl={"coeff": 0.1}`, `algorithm="rloo"`, `**{"trainer.num_iterations": 20}`.
     ValueError: what the command line would refuse. The model is in `run.folder / "model"`.
     """
@@ -72,7 +74,9 @@ def train(
             remove_unused(folder)
             raise
         try:
-            runpy.run_path(str(SCRIPT))["train"](OmegaConf.load(folder / "config.yaml"), folder)
+            runpy.run_path(str(SCRIPT))["train"](
+                OmegaConf.load(folder / "config.yaml"), folder, observers
+            )
         except Stopped as stop:
             raise KeyboardInterrupt(str(stop)) from None
         finally:

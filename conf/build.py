@@ -5,7 +5,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -157,22 +157,26 @@ def make_leash(cfg: DictConfig) -> Any:
     return trainer.Leash(controller, kl.estimator, kl.where, allow_biased=kl.allow_biased)
 
 
-def make_source(cfg: DictConfig, **parts: Any) -> Any:
-    """Return where batches come from, with the verbs of algorithm.after_rollout.
+def make_verbs(cfg: DictConfig, **parts: Any) -> dict[str, Any]:
+    """Return the verbs of algorithm.after_rollout by their names.
 
-    For replies of another engine the verbs begin with trainer.ImportanceSampling, unless they
-    have one or `importance` is null. With trainer.overlap a training run samples ahead.
+    For replies of another engine trainer.ImportanceSampling is the first, unless one is among them
+    or `importance` is null.
     """
-    nodes, total = _plain(cfg.algorithm.after_rollout) or {}, cfg.trainer.num_iterations
+    nodes = _plain(cfg.algorithm.after_rollout) or {}
     there = any("ImportanceSampling" in (node or {}).get("_target_", "") for node in nodes.values())
     if cfg.policy.engine != "transformers" and not there:
         nodes = {"importance": {"_target_": "trainer.ImportanceSampling"}} | nodes
-    verbs = [build(node, cfg.trainer, **parts) for node in nodes.values() if node is not None]
-    own = {"size": cfg.trainer.prompts_per_iteration, "after_rollout": verbs}
+    return {name: build(node, cfg.trainer, **parts) for name, node in nodes.items() if node}
+
+
+def make_source(cfg: DictConfig, verbs: Iterable[Any], **parts: Any) -> Any:
+    """Return where batches come from; with trainer.overlap a training run samples ahead."""
+    own = {"size": cfg.trainer.prompts_per_iteration, "after_rollout": [*verbs]}
     source = build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **own, **parts)
     if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
         return source
-    make = find_target("trainer.overlap.Overlap")
+    make, total = find_target("trainer.overlap.Overlap"), cfg.trainer.num_iterations
     return make(source, parts["policy"], ahead=cfg.trainer.overlap, num_iterations=total)
 
 
@@ -195,15 +199,18 @@ def make_early_stopping(settings: Section) -> Any:
     return EarlyStopping(**asked) if any(asked.values()) else None
 
 
-def make_observers(cfg: DictConfig, runtime: Any) -> Any:
-    """Return who watches the run: tracker, diagnosis, report and terminal, on rank 0."""
+def make_observers(cfg: DictConfig, runtime: Any, more: Iterable[Any] = ()) -> Any:
+    """Return the observers of rank 0: `observers` first, then tracker, report and terminal."""
     import trainer
     from trainer.reports import diagnosis, display, live
 
     if not runtime.is_main:
         return trainer.Observer()
     everyone = trainer.Observers()
+    own = {"runtime": runtime, "folder": runtime.folder}
     everyone.each = [
+        *(build({"_convert_": "all", **node}, **own) for node in cfg.observers.values() if node),
+        *more,
         make_tracker(cfg, runtime.folder),
         diagnosis.Diagnose(runtime, everyone),
         live.LiveReport(runtime.folder),

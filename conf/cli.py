@@ -86,7 +86,7 @@ def run(cfg: DictConfig) -> float:
         config = read_job(cfg, folder, job.overrides.task, in_sweep=in_sweep)
         if why := nothing_left(config):
             say(f"{folder.name}: finished already" if in_sweep else why)
-            return float(read_status(folder)["objective"])
+            return float(read_status(Path(config["resume"]))["objective"])
         if not config["resume"] and not folder.name.startswith(ASIDE):
             write_defaults(folder, job)
         if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # of torchrun: this rank becomes its worker

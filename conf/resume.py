@@ -13,7 +13,7 @@ from trainer.runs.find import find_jobs, has_weights, is_running
 from trainer.runs.run_files import PLACES, PREFIX
 
 RESUMABLE = ("trainer.num_iterations", "trainer.stop_at", "trainer.patience", "trainer.overlap")
-RESUMABLE += ("tracker", "launch", "checkpoint", "eval", "policy.vllm")
+RESUMABLE += ("tracker", "launch", "checkpoint", "eval", "policy.vllm", "observers")
 
 
 def resumed(

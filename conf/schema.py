@@ -38,7 +38,13 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "to be http://<host>:<port>": lambda x: bool(re.fullmatch(r"https?://\S+", x)),
 }
 FOLDER = Path(__file__).parent
-OPEN = ("env.task", "env.rewards", "env.transforms", "policy.chat_template_kwargs")  # any keys
+OPEN = (
+    "observers",
+    "env.task",
+    "env.rewards",
+    "env.transforms",
+    "policy.chat_template_kwargs",
+)  # any keys
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,9 @@ def register() -> None:
     fields = [(group, kind, field(default=MISSING)) for group, kind in groups.items()]
     kind = make_dataclass("keys_of_all", fields, bases=(root,))
     kind.__module__ = __name__
-    store.store(name="_schema", node=globals().setdefault(kind.__name__, kind))
+    node = OmegaConf.structured(globals().setdefault(kind.__name__, kind))
+    OmegaConf.set_struct(node.observers, False)
+    store.store(name="_schema", node=node)
 
 
 register()  # a launcher's process imports this module alone

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,38 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sha256_of_data(node: Any, key: str = "env") -> dict[str, str]:
-    """Return the sha256 of each file that a key of a configuration named dataset gives, by key."""
-    out = {}
-    for name, value in node.items() if hasattr(node, "items") else ():
-        out |= sha256_of_data(value, f"{key}.{name}")
-        if name in ("dataset", "eval_dataset") and value and Path(str(value)).is_file():
-            out[f"{key}.{name}"] = sha256_file(Path(str(value)))
+INPUTS = ("dataset", "eval_dataset", "chat_template", "model", "reward_model")
+
+
+def sha256_of_inputs(node: Any, path: str = "") -> dict[str, str]:
+    """Return the sha256 of the files that a configuration names, by their keys.
+
+    Files and folders of data, templates and models (of policy.model without its weights, which the
+    reference's hash covers), and the modules of each `_target_` outside of leash.
+    """
+    out: dict[str, str] = {}
+    children = node.items() if isinstance(node, dict) else enumerate(node)
+    for name, value in children:
+        key = f"{path}.{name}" if path else str(name)
+        if isinstance(value, dict | list):
+            out |= sha256_of_inputs(value, key)
+        elif name == "_target_" and not value.startswith(("policies.", "envs.", "trainer.")):
+            spec = find_spec(value.rpartition(".")[0])
+            if spec and spec.origin and Path(spec.origin).is_file():
+                out[key] = sha256_file(Path(spec.origin))
+        elif name in INPUTS and isinstance(value, str) and os.path.exists(value):
+            skipped = ".safetensors" if key == "policy.model" else "none"
+            out[key] = _sha256_of_path(Path(value), skipped)
     return out
+
+
+def _sha256_of_path(path: Path, skipped: str) -> str:
+    """Return the sha256 of a file, or over the names and files of a folder."""
+    if path.is_file():
+        return sha256_file(path)
+    files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix != skipped)
+    each = [f"{p.relative_to(path)} {sha256_file(p)}" for p in files]
+    return hashlib.sha256("\n".join(each).encode()).hexdigest()
 
 
 def build_once(

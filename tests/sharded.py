@@ -1,9 +1,7 @@
 """Runs of three iterations of which each rank holds a part of every weight, and what they equal.
 
-Also a script for torchrun, see `start`: the ranks train cases, go on with checkpoints of others and
-save such again, in one process group.
-
-    model/ one/<case> of one rank; many/<case> of several; on/<case> and again/<case>, see `prepare`
+Also a script for torchrun, see `start`. A folder has model/, many/<case> of several ranks, and
+on/<case> and again/<case>, see `prepare`.
 """
 
 import os
@@ -35,6 +33,7 @@ from trainer.observer import Observer, Observers
 from trainer.resuming import restore_run
 from trainer.trainer import Trainer
 
+KINDS = ("gemma", "gpt2")
 SILENT = ("sft", "minor_sft", "reward")  # of several ranks one alone has a row to sample for
 SMALL = (
     "allow_targets=true",
@@ -59,9 +58,7 @@ CORRECTED = "algorithm.after_rollout={importance: {_target_: trainer.ImportanceS
 MORE = {
     "ppo, one step": ("ppo", "algorithm.epochs=1", "algorithm.minibatches=1"),
     "ppo, head": ("ppo", "algorithm.critic.kind=head"),
-    "ppo, LoRA": ("ppo", LORA),
     "grpo_full, by layers": ("grpo_full", LAYERS),
-    "grpo, KL in the reward": ("grpo", "kl.where=reward", "kl.estimator=k1"),
     "grpo, LoRA": ("grpo", LORA, FULL, LAYERS),
     "grpo, LoRA, refresh": ("grpo", LORA, REFRESH, "kl.refresh_decay=0.5"),
     "grpo, refresh": ("grpo", REFRESH, "kl.refresh_decay=0.5"),
@@ -71,14 +68,11 @@ MORE = {
     "grpo, a rank without rows": ("grpo",),
     "grpo, LoRA, a rank without rows": ("grpo", LORA),
     "grpo, bfloat16": ("grpo", "policy.dtype=bfloat16", REFRESH),
-    "grpo, bfloat16, LoRA": ("grpo", "policy.dtype=bfloat16", LORA),
     "grpo, autocast": ("grpo", "policy.autocast=bfloat16"),
     "grpo, offload": ("grpo", "launch.offload=true"),
-    "ppo, bfloat16": ("ppo", "policy.dtype=bfloat16"),
     "sft, packed": ("sft", "algorithm.packing=true"),
-    "sft, llama": ("sft", "model=llama"),
-    "sft, gemma": ("sft", "model=gemma"),
-    "sft, gpt2": ("sft", "model=gpt2"),
+    "sft, gemma": ("sft",),
+    "sft, gpt2": ("sft",),
 }
 CASES = {name: (name,) for name in ALGORITHMS} | MORE
 ROUNDED = [name for name in CASES if "bfloat16" in name or "autocast" in name]
@@ -93,7 +87,7 @@ class OnlyOne(Pairs):
         return replace(super().reward(row, reply), dropped=row["answer"] != "Write")
 
 
-def make_models(folder: Path, kinds: Sequence[str] = ("llama", "gemma", "gpt2")) -> None:
+def make_models(folder: Path, kinds: Sequence[str] = KINDS) -> None:
     """Write models by which tokens differ and replies end now and then."""
     save_model(make_policy(), folder / "tiny")
     for kind in kinds:
@@ -103,14 +97,14 @@ def make_models(folder: Path, kinds: Sequence[str] = ("llama", "gemma", "gpt2"))
 def compose(name: str, model: Path, *, ranks: int, launch: str = "fsdp2") -> dict[str, Any]:
     """Return the configuration of a case on a number of ranks; one alone has no shards."""
     launch = launch if ranks > 1 else "ddp"
-    algorithm, *words = (word for word in CASES[name] if not word.startswith("model="))
-    words += SMALL if algorithm in SILENT else (*SMALL, *REPLIES)
-    words += [f"eval.max_rows={1 if algorithm in SILENT else 3}"]
+    algorithm, *words = CASES[name]
+    words += (*WORDS[algorithm], *SMALL, f"launch={launch}", f"launch.num_processes={ranks}")
+    words += ("eval.max_rows=1",) if algorithm in SILENT else (*REPLIES, "eval.max_rows=3")
     words += STEPS if algorithm in MANY_STEPS and "one step" not in name else ()
-    kind = next((w.split("=")[1] for w in CASES[name] if w.startswith("model=")), "tiny")
-    words += [f"policy.model={model / kind}", f"launch.num_processes={ranks}"]
-    words = [word for word in words if launch == "fsdp2" or word != "launch.offload=true"]
-    words = [*WORDS[algorithm], *words, f"launch={launch}"]
+    kind = name.rpartition(", ")[2]
+    words += [f"policy.model={model / (kind if kind in KINDS else 'tiny')}"]
+    if launch == "ddp" and "launch.offload=true" in words:
+        words.remove("launch.offload=true")
     config = compose_checked(words)
     task = "sharded.OnlyOne" if "without rows" in name else "invariance.Pairs"
     config["env"] |= {"task": {"_target_": task}, "rewards": {}}
@@ -133,9 +127,8 @@ def run(
     """
     set_up()
     torch.set_num_threads(1)
-    config = compose(name, model, ranks=ranks, launch=launch) | {
-        "resume": str(folder) if resume else None
-    }
+    config = compose(name, model, ranks=ranks, launch=launch)
+    config["resume"] = str(folder) if resume else None
     with ExitStack() as stack:
         stack.enter_context(patch("conf.build.make_observers", only_metrics))
         if instead is not None:
@@ -173,21 +166,16 @@ def resume(place: Path, model: Path, *, ranks: int, launch: str = "fsdp2") -> No
         case = folder.name.partition(" of ")[0]
         run(case, folder, model, ranks=ranks, launch=launch, resume=True)
     for folder in sorted((place / "again").glob("*")):
-        how = {"launch": launch, "resume": True, "instead": save_again}
-        run(folder.name, folder, model, ranks=ranks, **how)
+        how = {"ranks": ranks, "launch": launch, "resume": True, "instead": save_again}
+        run(folder.name, folder, model, **how)
 
 
 def start(place: Path, ranks: int, launch: str, names: Sequence[str]) -> None:
     """Train cases in a folder with model/ on several ranks, and go on with what is prepared."""
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    done = subprocess.run(
-        [sys.executable, *words, str(place), str(ranks), launch, *names],
-        capture_output=True,
-        text=True,
-        env=environment(PYTHONPATH=path),
-        timeout=3000,
-    )
+    command = [sys.executable, *words, str(place), str(ranks), launch, *names]
+    env = environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

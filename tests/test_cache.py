@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs import ROOT
 
-from policies.cache import build_once, cache_dir, read_manifest, sha256_of_data
+from policies.cache import build_once, cache_dir, read_manifest
 
 
 def two_files(folder: Path) -> None:
@@ -93,16 +93,6 @@ def test_a_killed_build_counts_for_nothing_and_of_concurrent_builders_one_builds
     assert [job.wait(60) for job in jobs] == [0] * 3
     assert (tmp_path / "builds.txt").read_text() == "xx"
     assert sorted(p.name for p in tmp_path.iterdir()) == [".a.lock", "a", "builds.txt"]
-
-
-def test_the_data_files_of_a_configuration_are_known_by_their_content(tmp_path):
-    """Also those of the tasks of a mixture; what is no file is the hub's."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text("a")
-    task = {"tasks": {"one": {"dataset": str(path)}}}
-    env = {"dataset": str(path), "eval_dataset": "openai/gsm8k", "task": task, "columns": None}
-    names = ("env.dataset", "env.task.tasks.one.dataset")
-    assert sha256_of_data(env) == dict.fromkeys(names, hashlib.sha256(b"a").hexdigest())
 
 
 def test_a_cache_that_cannot_be_written_names_its_remedy(tmp_path):

@@ -13,7 +13,7 @@ from refusals import refusal
 from runs import lines, metrics
 from small_runs import IN_ITERATION_2, Counted, stop, train
 
-from conf.build import make_source
+from conf.build import make_verbs
 from conf.compose import compose, compose_checked
 from policies.roles import Engine, Generator, Policy
 from policies.wrappers.vllm_server import VLLMServer
@@ -134,13 +134,7 @@ def verbs(*words: str) -> list:
     """Return the verbs after a rollout that words compose."""
     cfg = OmegaConf.create(compose_checked(["experiment=grpo_tiny", *words]))
     OmegaConf.update(cfg, "policy.engine", "vllm")
-    parts = {"policy": make_policy(), "runtime": None, "generator": None}
-    return make_source(cfg, task=Rows(), env=None, **parts).after_rollout
-
-
-class Rows:
-    def rows(self, split: str) -> list[dict]:
-        return [{}]
+    return [*make_verbs(cfg, policy=make_policy()).values()]
 
 
 def test_what_another_engine_samples_is_corrected_unless_it_is_switched_off():

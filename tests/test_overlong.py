@@ -6,7 +6,7 @@ from contracts import G, Words, leash, make_policy, one_process, rollout
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
-from conf.build import make_source
+from conf.build import make_source, make_verbs
 from conf.compose import compose_checked, set_up
 from envs.chat_env import ChatEnv
 from trainer import DropTruncated, GroupAdvantage, OverlongPenalty
@@ -80,7 +80,8 @@ def test_a_configuration_shapes_in_order_and_its_parts_still_add_up(source):
     ]
     parts = {"task": Words(), "env": ChatEnv(Words(), group_size=G), "generator": make_policy()}
     cfg = OmegaConf.create(compose_checked(words))
-    batch = make_source(cfg, runtime=one_process(), **parts)(0)
+    parts["runtime"] = one_process()
+    batch = make_source(cfg, make_verbs(cfg, **parts).values(), **parts)(0)
     assert set(batch["reward_part"].keys()) == {"length", "overlong"}
     total = sum(batch["reward_part"].values())
     torch.testing.assert_close(batch["reward_raw"].sum(-1), total)

@@ -6,7 +6,8 @@ MANIFEST.json, and the folder is renamed into place. The newest one that verifie
     checkpoints/iteration_000040/ model/ optimizer.safetensors state.json MANIFEST.json
 
 A critic goes into critic.safetensors beside the model, which stays an ordinary one; a reference
-that has followed the policy into reference.safetensors. A policy with LoRA has adapter/, in peft's
+that has followed the policy into reference.safetensors; tensors of other parts into
+parts.safetensors. A policy with LoRA has adapter/, in peft's
 format, in place of model/: the weights under it never change.
 """
 
@@ -31,6 +32,7 @@ from trainer.runtime import Runtime, check_agreement
 FORMAT = 1
 CRITIC = "critic.safetensors"
 REFERENCE = "reference.safetensors"
+PARTS = "parts.safetensors"
 
 
 class Checkpoints:
@@ -87,7 +89,10 @@ class Checkpoints:
             if moved := self.reference.state_dict():
                 save_file(moved, part / REFERENCE)
             save_file(moments, part / "optimizer.safetensors")
-            content = {"format": FORMAT, "iteration": iteration, **state}
+            tensors: dict[str, Tensor] = {}
+            content = {"format": FORMAT, "iteration": iteration, **_without(tensors, state)}
+            if tensors:
+                save_file(tensors, part / PARTS)
             (part / "state.json").write_text(json.dumps(content, indent=1))
             write_manifest(part, {"format": FORMAT})
         except BaseException:  # a full disk needs the room for the error
@@ -148,7 +153,8 @@ class Checkpoints:
                 self.optimizer.state[param] = state
         state = json.loads((folder / "state.json").read_text())
         self.last = state["iteration"]
-        return state
+        path = folder / PARTS
+        return _with(load_file(path), state) if path.is_file() else state
 
     def restore_weights(self, folder: Path, *, critic: bool = False) -> None:
         """Load policy and reference from a checkpoint, the policy also from a finished run."""
@@ -172,6 +178,27 @@ class Checkpoints:
         for folder in every:
             if folder not in keep:
                 discard(folder)
+
+
+def _without(tensors: dict[str, Tensor], state: Any, path: str = "") -> Any:
+    """Return a state with a name in place of each tensor, and put the tensors under these names."""
+    if isinstance(state, Tensor):
+        tensors[path] = state.detach().cpu().clone().contiguous()
+        return {"tensor": path}
+    if isinstance(state, dict):
+        return {key: _without(tensors, value, f"{path}/{key}") for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [_without(tensors, value, f"{path}/{i}") for i, value in enumerate(state)]
+    return state
+
+
+def _with(tensors: dict[str, Tensor], state: Any) -> Any:
+    """Return a state with its tensors, the inverse of `_without`."""
+    if isinstance(state, dict):
+        if state.keys() == {"tensor"} and state["tensor"] in tensors:
+            return tensors[state["tensor"]]
+        return {key: _with(tensors, value) for key, value in state.items()}
+    return [_with(tensors, value) for value in state] if isinstance(state, list) else state
 
 
 def saved_in(folder: Path) -> list[Path]:

@@ -111,6 +111,7 @@ class Evaluate:
         replies, done = sum(env.group_size for _, env, _ in self.plans), 0
         for name, env, generator in self.plans:
             size, first = env.group_size, not done
+            env = self.env.regrouped(size)  # transforms as they are now; their copies change alone
             sums = dict.fromkeys(("right", "solved", "reward", "rows", "kl", "tokens"), 0.0)
             sums |= {f"{kind} {label}": 0.0 for label in self.labels for kind in ("right", "rows")}
             for share, part in self._parts():

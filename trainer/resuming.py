@@ -1,5 +1,6 @@
-"""The progress of a run, and how the run resumes from its newest sound checkpoint."""
+"""The progress of a run, parts with a state of their own, and the resume from a checkpoint."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -33,10 +34,14 @@ def restore_run(loop: Any) -> None:
 
 
 def _restore(loop: Any, state: dict[str, Any]) -> None:
-    """Load a checkpoint's state into the run; another reference or other data is an error."""
+    """Load a checkpoint's state into the run; another reference or other files are an error."""
     pairs = [("the reference", state["reference"], loop.retrieve_kl.sha256)]
-    for key, sha in state.get("data", {}).items():
-        pairs.append((f"the data of {key}", sha, loop.data.get(key, sha)))
+    for key, sha in state["inputs"].items():
+        got = loop.inputs.get(key, sha)
+        if not key.endswith("_target_"):
+            pairs.append((f"the files of {key}", sha, got))
+        elif got != sha:
+            loop.observers.say(f"note     the code of {key} has changed since this run began")
     for what, expected, got in pairs:
         if got != expected:
             raise ValueError(
@@ -50,7 +55,34 @@ def _restore(loop: Any, state: dict[str, Any]) -> None:
         if loop.enough.ended:  # but the final model was not written
             loop.num_iterations = state["iteration"]
             loop.runtime.write_status(ended=loop.enough.ended)
+    for name, part in loop.parts.items():
+        if name in state["parts"]:  # an observer may have been added
+            part.load_state_dict(state["parts"][name])
     names = [part.name for part in fields(Progress)]
     loop.progress = Progress(**{name: state[name] for name in names if name in state})
     loop.runtime.started -= loop.progress.seconds
     loop.policy.version = state.get("version", loop.progress.iteration)
+
+
+def stateful(
+    config: Mapping[str, Any],
+    verbs: Mapping[str, Any],
+    *,
+    task: Any,
+    env: Any,
+    observers: Any,
+    **algorithm: Any,
+) -> dict[str, Any]:
+    """Return the parts that have state_dict() and load_state_dict(), by their keys in `config`."""
+    named = {"env.task": getattr(task, "task", task)}
+    named |= {f"env.rewards.{name}": r for name, r in getattr(task, "functions", {}).items()}
+    named |= {f"algorithm.{name}": part for name, part in algorithm.items()}
+    named |= {f"algorithm.after_rollout.{name}": verb for name, verb in verbs.items()}
+    if names := [name for name, node in config["env"]["transforms"].items() if node]:
+        each = env.transform.transforms if len(names) > 1 else [env.transform]
+        named |= {f"env.transforms.{name}": t for name, t in zip(names, each, strict=True)}
+    names = [name for name, node in config["observers"].items() if node]
+    own = zip(names, getattr(observers, "each", ()), strict=False)
+    named |= {f"observers.{name}": observer for name, observer in own}
+    both = ("state_dict", "load_state_dict")
+    return {key: part for key, part in named.items() if all(hasattr(part, name) for name in both)}

@@ -63,7 +63,8 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     synced: Synced = field(default_factory=Synced)
     enough: EarlyStopping | None = None
-    data: dict[str, str] = field(default_factory=dict)  # sha256 of each data file, by its key
+    inputs: dict[str, str] = field(default_factory=dict)  # sha256 of files of the configuration
+    parts: dict[str, Any] = field(default_factory=dict)  # with a state of their own, by key
 
     def run(self, *, resume: bool = False) -> float:
         """Train to the last iteration; return the objective of a sweep."""
@@ -256,7 +257,8 @@ class Trainer:
             "kl": self.leash.controller.state_dict(),
             "version": self.policy.version,
             "reference": self.retrieve_kl.sha256,  # a resumed run must have the same,
-            "data": self.data,  # and the same rows
+            "inputs": self.inputs,  # and the same rows, templates and code
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
             **({"enough": self.enough.state_dict()} if self.enough else {}),
         }
 

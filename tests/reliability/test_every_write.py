@@ -1,35 +1,28 @@
-"""A kill, or a full disk, at each write of a run: it goes on as if nothing had happened.
+"""A kill, or a full disk, at each kind of write of a run, an export and an evaluation.
 
-The writes are those that a run makes, counted while it makes them: by file and by what is done to
-it. Of each class the first and the last have their turn, in a fork of this process. The page is
-drawn by another process (tests/test_live_page.py), config.yaml is the parent's
-(tests/test_launch.py).
+The writes are those that happen, counted while they happen; of each kind the first and the last
+have their turn, in a fork of this process. A run goes on as if nothing had happened; what a mode
+writes is there whole or not at all. The page is drawn by another process (tests/test_live_page.py),
+config.yaml is the parent's (tests/test_launch.py).
 """
 
-import hashlib
-import re
+import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from faulty import at_write, be_worker, forked, full, kill, listed, load_what
-from runs import lines, metrics
-from small_faults import TINY
+from faulty import TINY, at_call, be_worker, forked, full, kill, list_writes, preload
+from runs import asked, lines, metrics
 
 pytestmark = pytest.mark.reliability
-PARENTS = {"config.yaml", "report.html"}
+OF_THE_PARENT = {"config.yaml", "report.html"}
 
 
-@pytest.fixture(scope="module")
-def config(cache) -> bytes:
-    from conf.compose import compose_checked, set_up
-
-    set_up()
-    words = [*TINY, "trainer.num_iterations=3", "checkpoint.keep_last=1", "policy.device=cpu"]
-    words += ["+env.task.num_rows=40", "eval.every=2"]
-    saved = compose_checked([word for word in words if word != "trainer.num_iterations=6"])
-    return yaml.safe_dump(saved, sort_keys=False).encode()
+def config_of(*words: str) -> bytes:
+    """Return what the parent hands to a worker."""
+    return yaml.safe_dump(asked(words), sort_keys=False).encode()
 
 
 def go_on(config: bytes, folder: Path) -> int:
@@ -40,100 +33,94 @@ def go_on(config: bytes, folder: Path) -> int:
     return be_worker(config, folder, str(folder))
 
 
-def left_by(folder: Path) -> dict:
+def turns(work: Callable[[], int], below: Path) -> list[tuple]:
+    """Return kind and number of the first and last write of each kind that work makes."""
+    path = below.with_name("writes")
+
+    def count() -> int:
+        kinds = list_writes(below)
+        code = work()
+        path.write_text("".join(f"{name}\t{place}\n" for name, place in [*kinds]))
+        return code
+
+    assert forked(count) == 0
+    found = Counter(tuple(line.split("\t")) for line in path.read_text().splitlines())
+    kept = {kind: n for kind, n in found.items() if Path(kind[1]).name not in OF_THE_PARENT}
+    return sorted(
+        {(kind, n) for kind, last in kept.items() for n in (1, 1 if "status" in kind[1] else last)}
+    )
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def left_by(folder: Path) -> list:
     """Return what counts of a run: what it measured, said and learnt, to the bit.
 
     Of checkpoints the newest: a run that ends between a save and its pruning leaves one more.
     """
-    weights = [path for path in _kept(folder) if path.suffix == ".safetensors"]
-    files = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in weights}
-    return {
-        "metrics": metrics(folder),
-        "transcripts": lines(folder / "transcripts.jsonl"),
-        "files": sorted(str(path.relative_to(folder)) for path in _kept(folder)),
-        **{str(path.relative_to(folder)): sha for path, sha in files.items()},
-    }
-
-
-def _kept(folder: Path) -> list[Path]:
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in PARENTS]
-    older = sorted((folder / "checkpoints").glob("iteration_*"))[:-1]
-    return [path for path in files if not any(there in path.parents for there in older)]
+    newest = max((folder / "checkpoints").glob("iteration_*"))
+    kept = [files_of(at) for at in (newest, folder / "model")]
+    weights = [{k: v for k, v in files.items() if k.endswith("safetensors")} for files in kept]
+    names = {path.name for path in folder.iterdir()} - OF_THE_PARENT
+    rows = [metrics(folder), lines(folder / "transcripts.jsonl")]
+    return [newest.name, rows, names, *map(sorted, kept), weights]
 
 
 @pytest.fixture(scope="module")
-def straight(config, tmp_path_factory):
-    """Return a run that nothing happened to, and how often it wrote what."""
-    folder = tmp_path_factory.mktemp("straight")
-
-    def count() -> int:
-        made = listed(folder / "run")
-        code = be_worker(config, folder / "run")
-        (folder / "made").write_text("".join(f"{name}\t{place}\n" for name, place in [*made]))
-        return code
-
-    load_what(lambda: be_worker(config, folder / "first"), folder / "modules")
-    assert forked(count) == 0
-    made = [tuple(line.split("\t")) for line in (folder / "made").read_text().splitlines()]
-    return left_by(folder / "run"), Counter(made)
+def config(cache) -> bytes:
+    words = ("checkpoint.keep_last=1", "policy.device=cpu", "+env.task.num_rows=40")
+    return config_of(*TINY, *words, "eval.every=2")
 
 
-def turns(made: Counter) -> list[tuple]:
-    """List kind and number of the writes that have a turn: of each class the first and the last.
-
-    The small files of a model are a class, what is removed of an old checkpoint is one, and so is a
-    status that says the same of another iteration. How often a status is written depends on the
-    time, but not what is new in it: of what it says between its first and last, its renaming is
-    enough.
-    """
-    classes: dict[tuple[str, str], list[tuple]] = {}
-    for (name, place), count in sorted(made.items()):
-        if Path(place).name not in PARENTS:
-            first, status = 1 if name != "fsync" else count, "status.json" in place
-            numbers = (1, 1) if status else (first, count)
-            if not status or name == "rename" or " None" in place:
-                turns = [((name, place), number) for number in numbers]
-                classes.setdefault((name, _class_of(place)), []).extend(turns)
-    return [turn for found in classes.values() for turn in sorted({found[0], found[-1]})]
-
-
-def _class_of(place: str) -> str:
-    place = re.sub(r"(\.trash-[^/]+)/.+", r"\1/*", place)
-    place = re.sub(r"model/[\w.]+\.(json|jinja)$", "model/*", place)
-    return re.sub(r" \d+ (?!None)", " ", place)
-
-
-def test_every_file_of_a_run_has_its_turn(straight):
-    """Of those that are left, and nobody has listed them by hand."""
-    whole, made = straight
-    written = {re.sub(r"^\.|\*| .*", "", Path(place).name) for _, place in made}
-    lost = {re.sub(r"\d+", "", Path(file).name) for file in whole["files"]} - written
-    rust = (".safetensors", "tokenizer.json")  # of which only the manifest is written in Python
-    assert not {name for name in lost if not name.endswith(rust)}
-    assert {"status.json", "metrics.jsonl", "state.json", "MANIFEST.json"} <= written
-    said = {place.split()[-1] for _, place in made if "status.json" in place}
-    assert {"evaluate", "collect", "score", "update", "save", "end"} <= said
+@pytest.fixture(scope="module")
+def run(config, tmp_path_factory) -> Path:
+    """Return the folder of a run that nothing happened to; what it needs is loaded."""
+    folder = tmp_path_factory.mktemp("run")
+    preload(lambda: be_worker(config, folder / "run"), folder / "modules")
+    return folder / "run"
 
 
 @pytest.mark.parametrize("fault", [kill, full])
-def test_a_run_goes_on_to_the_bit_from_a_fault_at_each_kind_of_write(
-    fault, config, straight, tmp_path
-):
-    whole, made = straight
-    fell = []
-    for turn, (kind, number) in enumerate(turns(made)):
-        folder = tmp_path / str(turn) / "run"
-        folder.parent.mkdir()
+def test_a_run_goes_on_to_the_bit_from_a_fault_at_each_kind_of_write(fault, config, run, tmp_path):
+    folder, wrong = tmp_path / "run", []
+    for kind, number in turns(lambda: be_worker(config, folder), folder):
+        shutil.rmtree(folder, ignore_errors=True)
 
-        def faulty(folder: Path = folder, kind=kind, number: int = number) -> int:
-            at_write(folder, kind, number, fault)
+        def faulty(kind=kind, number: int = number) -> int:
+            at_call(number, fault, folder, kind)
             return be_worker(config, folder)
 
         code = forked(faulty)
-        again = forked(lambda folder=folder: go_on(config, folder))
-        if again or left_by(folder) != whole:
-            different = [key for key, value in left_by(folder).items() if value != whole.get(key)]
-            fell.append((kind, number, code, again, different))
-        if fault is kill and code != -9:
-            fell.append((kind, number, code, "the kill had no turn"))
-    assert not fell, "\n".join(map(str, fell))
+        again = forked(lambda: go_on(config, folder))
+        if again or left_by(folder) != left_by(run) or (fault is kill and code != -9):
+            wrong.append((kind, number, code, again))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("fault", [kill, full])
+@pytest.mark.parametrize(("mode", "files"), [("export", 7), ("evaluate", 1)])
+def test_what_a_mode_writes_is_there_whole_or_not_at_all(mode, files, fault, run, tmp_path):
+    target, aside = tmp_path / "out" / "model", tmp_path / "aside"
+    config, wrong = config_of(f"mode={mode}", f"resume={run}", f"output_dir={target}"), []
+    every = turns(lambda: be_worker(config, aside), target.parent)
+    whole = files_of(target.parent)
+    assert len(whole) >= files
+    for kind, number in every:
+        shutil.rmtree(target.parent, ignore_errors=True)
+
+        def faulty(kind=kind, number: int = number) -> int:
+            at_call(number, fault, target.parent, kind)
+            return be_worker(config, aside)
+
+        code, left = forked(faulty), files_of(target)
+        visible = {f"model/{name}": data for name, data in left.items() if name[0] != "."}
+        remains = fault is full and [*target.parent.glob(".part*")]
+        if (visible and visible != whole) or remains or (fault is kill and code != -9):
+            wrong.append((kind, number, code, sorted(left)))
+    assert not wrong, "\n".join(map(str, wrong))
+    shutil.rmtree(target, ignore_errors=True)
+    assert forked(lambda: be_worker(config, aside)) == 0, "it can be asked again"
+    assert files_of(target.parent) == whole, "of the kills nothing stays"
