@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 import yaml
-from runs import ROOT, asked, jobs_of
+from runs import ROOT, asked, jobs_of, train_here
 
 import trainer
 from conf import schema
@@ -239,3 +239,18 @@ def test_environments_page_runs_as_it_stands():
     page = (DOCS / "environments.md").read_text()
     code = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
     exec(compile("\n".join(code), "docs/environments.md", "exec"), {})
+
+
+@pytest.mark.runs
+def test_debug_page_has_parts_that_train(place):
+    page = "docs/debug.md"
+    code = [block("python", number, page=page) for number in (0, 1)]
+    assert code[0].count("\n") <= 45
+    (place / "my_parts.py").write_text("\n\n".join(code))
+    (place / "own" / "experiment").mkdir(parents=True)
+    (place / "own" / "experiment" / "mine.yaml").write_text(block("yaml", page=page))
+    words = [f"hydra.searchpath=[file://{place}/own]", "experiment=mine", "policy.model=tiny"]
+    rows = train_here(place / "run", *words, "trainer.num_iterations=2", "eval.max_rows=4")
+    assert [row["length/price"] > 0 for row in rows[1:]] == [False, True]
+    assert rows[2]["reward_part/length"] < 0
+    assert "traceEvents" in json.loads((place / "trace.json").read_text())
