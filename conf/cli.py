@@ -29,8 +29,7 @@ def cli() -> int:
 
     0: done, 1: failed, 2: refused before anything started, 130 and 143: stopped by a signal.
     """
-    if os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0"):
-        os.environ[TRACEBACKS] = "1"
+    os.environ.setdefault(TRACEBACKS, os.environ.get("HYDRA_FULL_ERROR", "0"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors
     try:
         sys.argv[1:] = expand(sys.argv[1:])

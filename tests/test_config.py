@@ -13,7 +13,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 from refusals import refusal
-from runs import ROOT, asked, environment, words_of
+from runs import ROOT, asked, environment, jobs_of, words_of
 
 from conf.build import build, make_leash, make_task
 from conf.cli import expand
@@ -309,3 +309,21 @@ def test_a_sweep_checks_all_jobs_first_and_is_refused_in_one_line(place):
     assert line.startswith("error: ")
     assert "kl.coeff" in line
     assert not list(place.rglob("*.yaml"))
+
+
+def test_the_last_word_wins():
+    """As a script gives them that ends with "$@"; in a sweep too."""
+    words = ["experiment=grpo_tiny", "seed=1", "kl.coeff=0.1", "kl=reward", "seed=3", "kl.coeff=0"]
+    config = compose_checked(words)
+    assert (config["seed"], config["kl"]["coeff"], config["kl"]["where"]) == (3, 0, "reward")
+    jobs = [compose_checked(job) for job in jobs_of([*words, "kl.coeff=0.5,1"])]
+    assert [(job["seed"], job["kl"]["coeff"]) for job in jobs] == [(3, 0.5), (3, 1)]
+
+
+def test_a_module_that_leash_hides_is_told_with_both_places(tmp_path, monkeypatch):
+    (tmp_path / "envs").mkdir()
+    (tmp_path / "envs" / "mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    words = ["env=own", "allow_targets=true", "env.task._target_=envs.mine.Task"]
+    text = refusal(*words)
+    assert f"envs is {ROOT / 'envs'}, not {tmp_path / 'envs'}" in text

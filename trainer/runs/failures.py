@@ -132,6 +132,7 @@ def complain(error: object) -> None:
 
 def show_traceback() -> None:
     """Print the traceback of the error in hand if HYDRA_FULL_ERROR or hydra.verbose asks for it."""
-    if sys.exc_info()[0] and {TRACEBACKS, VERBOSE} & os.environ.keys():
+    asked = VERBOSE in os.environ or os.environ.get(TRACEBACKS, "0") not in ("", "0")
+    if asked and sys.exc_info()[0]:
         with suppress(OSError):
             print(redact_text(traceback.format_exc()[:LONGEST]), file=sys.stderr, flush=True)

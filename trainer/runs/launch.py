@@ -57,7 +57,7 @@ def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
             prepare(config, folder, compose=compose)
             ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
             command = worker_command(config, folder)
-            if config["launch"]["in_process"]:
+            if config["launch"].get("in_process"):
                 status = run_here(command, folder, threads=threads)
             else:
                 status = run(command, folder, ranks=ranks, threads=threads)
