@@ -324,17 +324,18 @@ def test_an_edited_task_or_base_of_one_has_another_warm_up(tmp_path, monkeypatch
 @pytest.mark.runs
 def test_pdb_sees_a_run_in_its_own_process(tmp_path):
     """With commands from a pipe, and a reward that lies beside the command."""
-    (tmp_path / "own.py").write_text("def reward(row, reply):\n    paid = 0.5\n    return paid\n")
+    code = "stop, paid = [breakpoint], 0.5\ndef reward(row, reply):\n    while stop:\n        "
+    (tmp_path / "own.py").write_text(f"{code}stop.pop()()\n    return paid\n")
     (tmp_path / "yaml.py").write_text("raise ImportError('in front of the packages')\n")
     node = "{_target_: envs.rewards.Function, function: {_target_: own.reward, _partial_: true}}"
     words = ["experiment=grpo_tiny", "policy.model=tiny", "allow_targets=true", "output_dir=run"]
     words += ["trainer.num_iterations=1", "eval.max_rows=4", f"+env.rewards.own={node}"]
     said = subprocess.run(
         [sys.executable, "-m", "pdb", str(ROOT / "train.py"), *words, "launch.in_process=true"],
-        input=f"b {tmp_path}/own.py:3\nc\np paid, 6 * 7\ncl 1\nc\nq\n",
+        input="c\np paid, '--worker' in __import__('sys').argv\nc\nq\n",
         **{"cwd": tmp_path, "env": environment(), "capture_output": True, "text": True},
     )
-    assert "(0.5, 42)" in said.stdout, said
+    assert "(0.5, False)" in said.stdout, said
     assert read_status(tmp_path / "run")["state"] == "finished"
     assert " INFO leash: iteration 1/1 " in (tmp_path / "run" / "run.log").read_text()
 
