@@ -45,10 +45,9 @@ class Interrupted(SystemExit):
 
 
 def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
-    """Run one job in fresh processes, its warm-up first; return the metric of a sweep.
+    """Run one job, its warm-up first; return the metric of a sweep.
 
-    With launch.in_process the job runs in this one.
-
+    It has fresh processes, with launch.in_process none but this one.
     ValueError if another run holds the folder; nothing in it is touched then.
     """
     with held(folder), run_log(folder):
@@ -142,9 +141,9 @@ def run_here(command: Sequence[str], folder: Path, *, threads: int | None) -> di
     os.environ["OMP_NUM_THREADS"] = str(threads_of_a_rank(threads, 1))
     with _caught_signals(at_once=True) as signals:  # until the run has handlers of its own
         code = runpy.run_path(str(SCRIPT))["worker"](*command[command.index("--worker") + 1 :])
-        reason = read_status(folder).get("reason")
-        signals = signals or [kind for kind in SIGNALS if reason == stop_reason(kind)]
-        return _end(folder, code, signals, who="the process")
+    reason = read_status(folder).get("reason")
+    signals = signals or [kind for kind in SIGNALS if reason == stop_reason(kind)]
+    return _end(folder, code, signals, who="the process")
 
 
 def threads_of_a_rank(threads: int | None, ranks: int) -> int:

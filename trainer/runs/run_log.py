@@ -49,14 +49,13 @@ def run_log(folder: Path) -> Iterator[None]:
         return
     file = _File(path, encoding="utf-8", errors="backslashreplace", delay=True)
     file.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    terminal, before = logging.lastResort, root.level
-    added = [file] if root.handlers or terminal is None else [file, terminal]
+    terminal, before = logging.lastResort or logging.StreamHandler(), root.level
+    added = [file] if root.handlers else [file, terminal]
     root.setLevel(min(before, logging.INFO))
     if verbose := os.environ.get(VERBOSE):
         for name in verbose.split(","):
             logging.getLogger(None if name == "true" else name).setLevel(logging.DEBUG)
-        if terminal is not None:
-            terminal.setLevel(logging.DEBUG)
+        terminal.setLevel(logging.DEBUG)
     for handler in added:
         root.addHandler(handler)
     TOLD.addHandler(file)
