@@ -107,12 +107,13 @@ def worker(folder: str, resume: str | None = None) -> int:
     from trainer.runs.failures import last_words
     from trainer.runs.folders import ASIDE
     from trainer.runs.lock import held_by_rank
+    from trainer.runs.run_log import run_log
 
     alone = "LEASH_PARENT" not in os.environ  # below torchrun or accelerate launch
     try:
         cfg: Any = OmegaConf.load(Path(folder) / "config.yaml")
         cfg.resume = resume or cfg.resume
-        with held_by_rank(Path(folder)):
+        with run_log(Path(folder)), held_by_rank(Path(folder)):
             value = train(cfg, Path(folder))
     except Stopped:
         return 143
@@ -129,11 +130,13 @@ def open_streams() -> None:
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-        getattr(sys, name).reconfigure(errors="replace")  # of what a terminal cannot show
+        if mode == "w":  # pdb may have read from the other already
+            getattr(sys, name).reconfigure(errors="replace")  # of what a terminal cannot show
 
 
 if __name__ == "__main__":
     open_streams()
+    sys.path.append(os.getcwd())  # the user's own modules, behind all others
     if sys.argv[1:2] == ["--worker"]:
         sys.exit(worker(*sys.argv[2:]))
     from conf.cli import cli  # a worker needs nothing of it

@@ -20,6 +20,8 @@ from trainer.runs.launch import prepare
 from trainer.runs.lock import FILE as LOCK
 from trainer.runs.lock import held
 from trainer.runs.run_files import Run, load_run
+from trainer.runs.run_log import FILE as LOG
+from trainer.runs.run_log import run_log
 
 Rows = Iterable[Mapping[str, Any] | str]
 
@@ -69,7 +71,7 @@ def train(
     folder = Path(compose(words, with_hydra=True).hydra.run.dir).absolute()
     if holds_run(folder):
         raise ValueError(f"{folder} already holds a run; give another output_dir")
-    with held(folder):
+    with held(folder), run_log(folder):
         try:
             for key, given in ("dataset", rows), ("eval_dataset", eval_rows):
                 words += _data(key, given, folder, shown=reward is None)
@@ -81,7 +83,7 @@ def train(
                 OmegaConf.save(node, folder / ".hydra" / f"{name}.yaml")
             prepare(config, folder, compose=compose_experiment)
         except BaseException:  # refused: nothing of it stays
-            for name in ("dataset.jsonl", "eval_dataset.jsonl", LOCK):
+            for name in ("dataset.jsonl", "eval_dataset.jsonl", LOCK, LOG):
                 (folder / name).unlink(missing_ok=True)
             remove_unused(folder)
             raise

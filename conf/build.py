@@ -29,8 +29,14 @@ def find_target(target: str) -> Any:
     try:
         home = import_module(module)
     except ModuleNotFoundError as error:
-        if error.name and f"{module}.".startswith(f"{error.name}.") and "." not in error.name:
-            error.msg += f"; write PYTHONPATH=<its folder> in front, looked in {os.getcwd()} too"
+        missing, here = error.name or "", os.getcwd()
+        if missing == module.partition(".")[0]:
+            error.msg += f"; expected it in {here}, or in a folder of PYTHONPATH"
+        elif f"{module}.".startswith(f"{missing}."):
+            ours = Path(__file__).parents[1] / missing.partition(".")[0]
+            there = Path(here, *missing.split("."))
+            if ours.is_dir() and (there.is_dir() or there.with_suffix(".py").is_file()):
+                error.msg += f": {ours.name} is {ours}, not {there.parent}; rename your folder"
         raise
     if not hasattr(home, name):
         names = getattr(home, "__all__", [n for n in vars(home) if not n.startswith("_")])

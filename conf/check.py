@@ -81,6 +81,8 @@ def _run(cfg: Config) -> Iterator[str]:
         if saved["keep_best"] and saved["every"] and unseen:
             when = f"evaluations at its checkpoints; set eval.every={saved['every']}"
             yield f"checkpoint.keep_best needs {when}"
+    if cfg["launch"]["in_process"] and ranks > 1:
+        yield f"launch.in_process needs launch.num_processes=1, got {ranks}; change one of them"
     shards = cfg["launch"]["strategy"] == "fsdp2" and ranks > 1
     if cfg["launch"]["offload"] and not shards:
         yield "launch.offload needs launch=fsdp2 and launch.num_processes >= 2; leave it out"

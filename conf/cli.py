@@ -15,12 +15,13 @@ from conf.compose import FAULTS, compose_experiment, explain, set_up, write_defa
 from conf.resume import last_run
 from conf.sweep import MULTIRUN, end_sweep, gpus_of_a_job, read_job
 from trainer.reports.sweep_jobs import PLAN
-from trainer.runs.failures import complain, say
+from trainer.runs.failures import TRACEBACKS, complain, say
 from trainer.runs.find import nothing_left
 from trainer.runs.folders import ASIDE, is_main_rank, quoted
 from trainer.runs.launch import STOPPED, Interrupted, prepare, start, worker_command
 from trainer.runs.lock import held
 from trainer.runs.run_files import read_status, read_yaml
+from trainer.runs.run_log import run_log
 
 
 def cli() -> int:
@@ -28,6 +29,7 @@ def cli() -> int:
 
     0: done, 1: failed, 2: refused before anything started, 130 and 143: stopped by a signal.
     """
+    os.environ.setdefault(TRACEBACKS, os.environ.get("HYDRA_FULL_ERROR", "0"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors
     try:
         sys.argv[1:] = expand(sys.argv[1:])
@@ -72,7 +74,7 @@ def expand(words: list[str]) -> list[str]:
 
 @hydra.main(version_base="1.3", config_path=".", config_name="config")
 def run(cfg: DictConfig) -> float:
-    """Run one job in fresh processes; return the metric of a sweep."""
+    """Run one job, in fresh processes as a rule; return the metric of a sweep."""
     set_up()  # a launcher may call this in a process of its own
     job = HydraConfig.get()
     folder, in_sweep = Path(job.runtime.output_dir), job.mode == RunMode.MULTIRUN
@@ -87,7 +89,7 @@ def run(cfg: DictConfig) -> float:
         if not config["resume"] and not folder.name.startswith(ASIDE):
             write_defaults(folder, job)
         if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # of torchrun: this rank becomes its worker
-            with held(folder):
+            with held(folder), run_log(folder):
                 prepare(config, folder, compose=compose)
             os.execv(sys.executable, worker_command(config, folder))
         with gpus_of_a_job(job, config):

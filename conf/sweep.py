@@ -32,6 +32,7 @@ from trainer.runs.launch import Interrupted
 from trainer.runs.lock import lock_folder
 from trainer.runs.redact import redact_text
 from trainer.runs.run_files import read_yaml
+from trainer.runs.run_log import VERBOSE
 
 MULTIRUN = ("-m", "--multirun")
 OPEN: list[tuple[Path, Any]] = []  # the sweep of this process, and the lock of its folder
@@ -42,7 +43,7 @@ class Leash(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse a run that cannot begin."""
-        with _refused():
+        with _refused(config):
             folder = Path("." if is_aside(config) else config.hydra.run.dir)
             read_job(config, folder, config.hydra.overrides.task, in_sweep=False)
 
@@ -50,7 +51,7 @@ class Leash(Callback):
         """Refuse a sweep with a job that cannot begin; fix what all of its jobs share."""
         place = "hydra.sweep.dir="
         words = [w for w in sys.argv[1:] if w not in MULTIRUN and not w.startswith(place)]
-        with _refused():
+        with _refused(config):
             folder = Path(os.path.abspath(str(config.hydra.sweep.dir)))
             plan = {"words": [*map(redact_text, words)], "jobs": _name_jobs(config, folder)}
             OPEN[:] = [(folder, lock_folder(folder))]
@@ -83,8 +84,11 @@ def _note_end(folder: Path) -> None:
 
 
 @contextmanager
-def _refused() -> Iterator[None]:
+def _refused(config: DictConfig) -> Iterator[None]:
     """End the process on a fault: Hydra would only warn of what a callback raises."""
+    if verbose := config.hydra.verbose:  # true, a logger's name, or several
+        names = verbose if OmegaConf.is_list(verbose) else [str(verbose).replace("True", "true")]
+        os.environ[VERBOSE] = ",".join(names)
     try:
         yield
     except (*FAULTS, ValueError, OSError) as error:

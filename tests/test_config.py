@@ -252,3 +252,19 @@ def test_a_policy_of_another_kind_is_refused():
     node = {"_target_": "torch.nn.GRU", "input_size": 2, "hidden_size": 2, "engine": "transformers"}
     with pytest.raises(ValueError, match=r"policies\.load_policy does, got GRU"):
         make_policy(node)
+
+
+def test_the_last_word_wins():
+    """As a script gives them that ends with "$@"; in a sweep too."""
+    words = ["experiment=grpo_tiny", "seed=1", "kl.coeff=0.1", "kl=reward", "seed=3", "kl.coeff=0"]
+    config = compose_checked(words)
+    assert (config["seed"], config["kl"]["coeff"], config["kl"]["where"]) == (3, 0, "reward")
+
+
+def test_a_module_that_leash_hides_is_told_with_both_places(tmp_path, monkeypatch):
+    (tmp_path / "envs").mkdir()
+    (tmp_path / "envs" / "mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    words = ["env=own", "allow_targets=true", "env.task._target_=envs.mine.Task"]
+    text = refusal(*words)
+    assert f"envs is {ROOT / 'envs'}, not {tmp_path / 'envs'}" in text

@@ -174,3 +174,21 @@ def test_a_reader_that_goes_away_ends_the_display_and_not_the_run():
         process.stdout.close()
         _, errors = process.communicate("")
     assert (process.returncode, errors) == (0, "done\n")
+
+
+def test_a_breakpoint_has_the_terminal_to_itself(terminal, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: seen.append(sys._getframe(1).f_code.co_name))
+    usual = sys.breakpointhook
+    display = begun(3, title="demo", file=terminal)
+    breakpoint()
+    assert (seen, display._bar) == ([sys._getframe().f_code.co_name], None)
+    assert sys.breakpointhook is usual
+    display.log({"reward/mean": 0.5, "time/iteration_s": 1.0}, 1)
+    assert "iteration 1/3  reward 0.500" in plain(terminal.getvalue())
+
+
+def test_one_rank_of_accelerate_launch_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    with Runtime(write_status(tmp_path)) as runtime:
+        assert "launch.num_processes=2" in show_run(runtime, 5).header["ranks"]

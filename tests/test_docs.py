@@ -15,7 +15,7 @@ import pytest
 import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from runs import ROOT, asked
+from runs import ROOT, asked, train_here
 
 import trainer
 from conf import schema
@@ -234,3 +234,18 @@ def test_trl_page_takes_data_and_function_as_they_are(place):
 def test_environments_page_runs_as_it_stands():
     code = re.findall(r"^```python\n(.*?)^```", (DOCS / "environments.md").read_text(), re.S | re.M)
     exec(compile("\n".join(code), "docs/environments.md", "exec"), {})
+
+
+@pytest.mark.runs
+def test_debug_page_has_parts_that_train(place):
+    page = "docs/debug.md"
+    code = [block("python", number, page=page) for number in (0, 1)]
+    assert code[0].count("\n") <= 45
+    (place / "my_parts.py").write_text("\n\n".join(code))
+    (place / "own" / "experiment").mkdir(parents=True)
+    (place / "own" / "experiment" / "mine.yaml").write_text(block("yaml", page=page))
+    words = [f"hydra.searchpath=[file://{place}/own]", "experiment=mine", "policy.model=tiny"]
+    rows = train_here(place / "run", *words, "trainer.num_iterations=2", "eval.max_rows=4")
+    assert [row["length/price"] > 0 for row in rows[1:]] == [False, True]
+    assert rows[2]["reward_part/length"] < 0
+    assert "traceEvents" in json.loads((place / "trace.json").read_text())

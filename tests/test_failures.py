@@ -1,15 +1,19 @@
 """What an error says to the user: one line, with a remedy where it is known."""
 
 import errno
+import logging
 import os
+import shutil
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
-from trainer.runs.failures import LESS_MEMORY, headline, last_words
+from trainer.runs.failures import LESS_MEMORY, TRACEBACKS, complain, headline, last_words, say
 from trainer.runs.launch import kill_reason
 from trainer.runs.run_files import read_status
+from trainer.runs.run_log import FILE as LOG
+from trainer.runs.run_log import VERBOSE, run_log
 
 GLOO = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. Check"
 CUDA = "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 139.80 GiB"
@@ -79,3 +83,41 @@ def test_a_failure_on_a_full_disk_is_in_the_status_else_at_the_terminal(
     (tmp_path / "status.json").unlink()
     last_words(tmp_path, FULL)
     assert capsys.readouterr().err.startswith("error: cannot write (")
+
+
+def test_run_log_has_what_was_logged_and_told_without_secrets(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OWN_API_KEY", "sk-verysecret")
+    with run_log(tmp_path), run_log(tmp_path):
+        logging.getLogger("mine").info("sent %s", "sk-verysecret")
+        say("a line")
+        complain("a fault")
+        shutil.rmtree(tmp_path)  # and the lines go on
+        say("another")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("a line\nanother\n", "error: a fault\n")
+    with run_log(tmp_path):  # of a folder that is not there
+        say("one more")
+    tmp_path.mkdir()
+    with run_log(tmp_path):
+        logging.getLogger("mine").info("sent %s", "sk-verysecret")
+        complain("a fault")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / LOG).symlink_to("/dev/full")
+    with run_log(tmp_path / "full"):
+        say("lost")
+    lines = [line.split(" ", 2)[2] for line in (tmp_path / LOG).read_text().splitlines()]
+    assert lines == ["INFO mine: sent <hidden>", "INFO leash: error: a fault"]
+
+
+@pytest.mark.parametrize("name", [TRACEBACKS, VERBOSE])
+def test_tracebacks_are_printed_where_they_are_asked_for(name, tmp_path, capsys, monkeypatch):
+    for asked in (False, True):
+        monkeypatch.setenv(name, "1") if asked else monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("LEASH_PARENT", "1")  # which tells the line
+        try:
+            raise KeyError("deep")
+        except KeyError as error:
+            last_words(tmp_path, error)
+            assert ("in test_tracebacks" in capsys.readouterr().err) == asked
+            complain("a fault")
+            assert ("in test_tracebacks" in capsys.readouterr().err) == asked

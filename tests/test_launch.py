@@ -12,10 +12,12 @@ import pytest
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from processes import gone
-from runs import ROOT
+from runs import ROOT, environment
 
 from conf.cli import expand
+from conf.compose import compose_checked, compose_experiment
 from conf.sweep import gpus_of_a_job
+from envs.rewards.trl_function import hold
 from trainer.runs.experiment_models import cache_folder, resolve_experiment
 from trainer.runs.folders import unique_folder
 from trainer.runs.launch import run
@@ -283,3 +285,43 @@ def test_a_warm_up_runs_once_for_each_configuration_and_code_of_its_task(tmp_pat
     before = cache_folder("warm", config(1))
     (tmp_path / "base_of_mine.py").write_text("class Base: hard = True\n")
     assert cache_folder("warm", config(1)) != before
+
+
+@pytest.mark.runs
+def test_pdb_sees_a_run_in_its_own_process(tmp_path):
+    """With commands from a pipe, and a reward that lies beside the command."""
+    code = "stop, paid = [breakpoint], 0.5\ndef reward(row, reply):\n    while stop:\n        "
+    (tmp_path / "own.py").write_text(f"{code}stop.pop()()\n    return paid\n")
+    (tmp_path / "yaml.py").write_text("raise ImportError('in front of the packages')\n")
+    node = "{_target_: envs.rewards.Function, function: {_target_: own.reward, _partial_: true}}"
+    words = ["experiment=grpo_tiny", "policy.model=tiny", "allow_targets=true", "output_dir=run"]
+    words += ["trainer.num_iterations=1", "eval.max_rows=4", f"+env.rewards.own={node}"]
+    said = subprocess.run(
+        [sys.executable, "-m", "pdb", str(ROOT / "train.py"), *words, "launch.in_process=true"],
+        input="c\np paid, '--worker' in __import__('sys').argv\nc\nq\n",
+        **{"cwd": tmp_path, "env": environment(), "capture_output": True, "text": True},
+    )
+    assert "(0.5, False)" in said.stdout, said
+    assert read_status(tmp_path / "run")["state"] == "finished"
+    assert " INFO leash: iteration 1/1 " in (tmp_path / "run" / "run.log").read_text()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_a_run_in_this_process_as_one_in_its_own(
+    tmp_path, monkeypatch, number, code
+):
+    before = signal.getsignal(number)
+    for name in ("LEASH_PARENT", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))  # for later tests
+    words = ["experiment=grpo_tiny", "policy.model=tiny", "launch.in_process=true"]
+    hold("stop", lambda row, reply: os.kill(os.getpid(), number) or 0.0)
+    words += ["eval.every=0", "+env.rewards.stop={_target_: envs.rewards.Given, name: stop}"]
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            start_run(compose_checked(words), tmp_path, compose=compose_experiment)
+        assert stopped.value.code == code
+    finally:
+        for kind in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(kind, signal.default_int_handler)
+        signal.signal(number, before)
+    assert read_status(tmp_path)["state"] == "preempted"

@@ -2,6 +2,7 @@
 
 import copy
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -199,3 +200,30 @@ def test_uniforms_are_uniform_and_differ_by_stream_and_position() -> None:
 def test_a_network_without_a_config_is_refused() -> None:
     with pytest.raises(ValueError, match="transformers, with a config, got GRU"):
         Scorer(torch.nn.GRU(2, 2))
+
+
+class Recurrent(torch.nn.Module):
+    """What docs/debug.md asks of a network that is scored, and no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.base_model = object(), self.states
+        self.embed, self.body = torch.nn.Embedding(V, 8), torch.nn.GRU(8, 8, batch_first=True)
+        self.out = torch.nn.Linear(8, V)
+
+    def states(self, input_ids, **_):
+        return SimpleNamespace(last_hidden_state=self.body(self.embed(input_ids))[0])
+
+    def get_output_embeddings(self):
+        return self.out
+
+
+def test_a_network_that_is_no_transformers_model_is_scored():
+    model = Recurrent()
+    scored = Scorer(model)(TOKENS, MASK, group_id=GROUP)
+    for row, got in zip(ROWS, scored.log_probs, strict=True):
+        table = model.out(model.states(row[None]).last_hidden_state[0]).log_softmax(-1)
+        expected = table[:-1].gather(-1, row[1:, None]).squeeze(-1)
+        torch.testing.assert_close(got[1 : len(row)], expected)
+    scored.log_probs.sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())

@@ -20,6 +20,7 @@ from trainer.reports import summary
 from trainer.reports.formats import duration, one_line
 from trainer.runs.failures import silence
 from trainer.runs.run_files import dig, is_sweep, load_run
+from trainer.runs.run_log import TOLD
 
 _REWARD = {"reward/mean": "reward {:z.3f}"}  # z: no -0.000
 _LOSS = {"loss/total": "loss {:z.4f}"}
@@ -37,12 +38,31 @@ STOPPING = "stopping at the next safe point; Ctrl-C again stops at once"
 
 
 class Output(Console):
-    """A console that outlives its reader."""
+    """A console that outlives its reader and writes down what it said."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print, and note the texts in run.log."""
+        super().print(*objects, **options)
+        for text in objects:
+            if isinstance(text, str):  # a bar is none
+                TOLD.info(text)
 
     def on_broken_pipe(self) -> None:
         """Fall silent: the run goes on."""
         self.quiet = True
         silence()
+
+
+class GiveWay:
+    """A sys.breakpointhook that calls `stop` first; the debugger finds no frame of it."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self.stop, self.usual = stop, sys.breakpointhook
+
+    @property
+    def __call__(self) -> Callable[..., Any]:
+        self.stop()
+        return self.usual
 
 
 class Bar(Progress):
@@ -70,7 +90,7 @@ class Display(Observer):
 
     `header`: what stands below the title, a Path from here. `folder`: the run folder that the last
     lines name, if it stays. `show_every`: iterations between sample replies; 0 = none. `brief`: a
-    job of a sweep, which says how it began and what came out.
+    job of a sweep, which says how it began and what came out. `live`: draw a bar on a terminal.
 
     >>> display = Display(2, title="demo", file=sys.stdout)
     >>> display.begin()
@@ -89,8 +109,9 @@ class Display(Observer):
         file: TextIO | None = None,
         show_every: int = 0,
         brief: bool = False,
+        live: bool = True,
     ) -> None:
-        self.brief, self.show_every = brief, show_every
+        self.brief, self.show_every, self.live = brief, show_every, live
         self.total, self.title, self.folder = total, title, folder
         self.header = dict(header or {})
         self.console = Output(
@@ -115,10 +136,11 @@ class Display(Observer):
             for name, value in self.header.items():
                 self.console.print(f"  {name:<{width}}  {self._near(value)}")
         self._clock = time.monotonic()
-        if self.console.is_terminal and not self.console.is_dumb_terminal:
+        if self.live and self.console.is_terminal and not self.console.is_dumb_terminal:
             self._bar = Bar(self.console, self._lines)
             self._bar.add_task(self.title, total=self.total, completed=self._iteration, left="")
             self._bar.start()
+            sys.breakpointhook = GiveWay(self._stop_bar)
 
     def evaluating(self, what: str, share: float, *, last: bool) -> None:
         before = going if (going := self._evaluating) and going.what == what else None
@@ -173,9 +195,7 @@ class Display(Observer):
 
     def end(self, state: str, *, saved: int | None) -> None:
         self._evaluating = None  # the last picture stays: nothing in it goes on
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._stop_bar()
         if self.folder is None:
             return
         near = self._near(self.folder)
@@ -190,6 +210,13 @@ class Display(Observer):
             places["chat"] = summary.chat_command(near, run) or ""
             for name, place in places.items():
                 self.console.print(f"{name:<7}  {place}" if place else "")
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if isinstance(hook := sys.breakpointhook, GiveWay):
+            sys.breakpointhook = hook.usual
 
     def _lines(self) -> Iterator[str]:
         """Yield the lines below the bar; its thread asks for them, so that the times go on."""
@@ -240,6 +267,8 @@ def show_run(runtime: Any, total: int) -> Display:
     origin, sha = (dig(run.status, "model", key) or "?" for key in ("origin", "sha256"))
     name, kept = dig(run.config, "policy", "model"), run.config.get("kept_in")
     header: dict[str, str | Path] = {"model": f"{name} ({origin}, sha256 {sha[:12]})"}
+    if runtime.ranks == 1 and "ACCELERATE_MIXED_PRECISION" in os.environ:  # by accelerate launch
+        header["ranks"] = "1 rank; for two: python train.py ... launch.num_processes=2"
     header |= {"kept in": str(kept)} if kept else {"report": folder / _FILES["report"]}
     return Display(
         total,
@@ -248,6 +277,7 @@ def show_run(runtime: Any, total: int) -> Display:
         folder=None if kept else folder,
         show_every=dig(run.config, "trainer", "show_every") or 0,
         brief=is_sweep(folder.parent),
+        live=not dig(run.config, "launch", "in_process"),  # a debugger needs the terminal
     )
 
 

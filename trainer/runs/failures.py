@@ -16,6 +16,7 @@ from policies.cache import write_text
 from trainer.runs.folders import is_main_rank
 from trainer.runs.redact import redact_text
 from trainer.runs.run_files import read_status
+from trainer.runs.run_log import TOLD, VERBOSE
 
 # By what Python, C or the Rust of safetensors says: disk, quota, `ulimit -f` and read-only disks.
 UNWRITABLE = re.compile(
@@ -24,6 +25,7 @@ UNWRITABLE = re.compile(
 )
 MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
 LOST = re.compile(r"Connection (closed|reset) by peer|remote process exited|Broken pipe.*gloo")
+TRACEBACKS = "LEASH_TRACEBACKS"  # the HYDRA_FULL_ERROR of the user, for the processes of a run
 LONG, LONGEST = 2_000, 1 << 20  # letters of a line, and of a traceback: a policy may write them
 LESS_MEMORY = (
     "lower trainer.micro_batch_tokens (training) or algorithm.group_size (generation), or set "
@@ -73,6 +75,8 @@ def last_words(folder: Path, error: BaseException) -> int:
     alone = "LEASH_PARENT" not in os.environ
     if first == path and (alone or not (noted or written)):
         complain(line)
+    else:
+        show_traceback()
     return 1
 
 
@@ -105,6 +109,7 @@ def say(text: str) -> None:
     """Print a line at once (rank 0); fall silent if nobody reads it or a log's disk is full."""
     try:
         if is_main_rank():
+            TOLD.info(text)
             print(text, flush=True)
     except OSError:  # the work goes on
         silence()
@@ -118,5 +123,16 @@ def silence() -> None:
 def complain(error: object) -> None:
     """Print an error as one line, without secrets."""
     text = headline(error) if isinstance(error, (ValueError, OSError)) else str(error)
+    line = f"error: {redact_text(text)[:LONG]}"
+    TOLD.info(line)
+    show_traceback()
     with suppress(OSError):  # nobody may be listening any more
-        print(f"error: {redact_text(text)[:LONG]}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
+
+
+def show_traceback() -> None:
+    """Print the traceback of the error in hand if HYDRA_FULL_ERROR or hydra.verbose asks for it."""
+    asked = VERBOSE in os.environ or os.environ.get(TRACEBACKS, "0") not in ("", "0")
+    if asked and sys.exc_info()[0]:
+        with suppress(OSError):
+            print(redact_text(traceback.format_exc()[:LONGEST]), file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ its status.json has an iteration.
 """
 
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -20,13 +21,14 @@ import psutil
 import yaml
 
 from policies.cache import write_text
-from trainer.early_stopping import stop_reason
+from trainer.early_stopping import Stopped, stop_reason
 from trainer.reports.report import write_report
 from trainer.runs.experiment_models import resolve_experiment
 from trainer.runs.failures import LESS_MEMORY, close_status, complain, noted_errors, say
 from trainer.runs.folders import SCRIPT
 from trainer.runs.lock import RANK0, held, lock_folder
 from trainer.runs.run_files import load_run, read_status
+from trainer.runs.run_log import TOLD, run_log
 
 Compose = Callable[[str], dict[str, Any]]  # the configuration of an experiment, by its name
 # Variables that ranks do not inherit: those of an outer launcher, and PYTHONOPTIMIZE, which removes
@@ -34,6 +36,7 @@ Compose = Callable[[str], dict[str, Any]]  # the configuration of an experiment,
 RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 RANK |= {"PYTHONOPTIMIZE", "SLURM_STEP_ID"}
 STOPPED = 143  # exit code of a rank that stopped because it was told to
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PATIENCE = 30  # seconds; a rank that waits for a dead one may never notice (NCCL)
 
 
@@ -42,16 +45,21 @@ class Interrupted(SystemExit):
 
 
 def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
-    """Run one job in fresh processes, its warm-up first; return the metric of a sweep.
+    """Run one job, its warm-up first; return the metric of a sweep.
 
+    It has fresh processes, with launch.in_process none but this one.
     ValueError if another run holds the folder; nothing in it is touched then.
     """
-    with held(folder):
+    with held(folder), run_log(folder):
         lock_folder(folder, RANK0).release()  # the rank 0 of a launcher that was killed has ended
         try:
             prepare(config, folder, compose=compose)
             ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
-            status = run(worker_command(config, folder), folder, ranks=ranks, threads=threads)
+            command = worker_command(config, folder)
+            if config["launch"].get("in_process"):
+                status = run_here(command, folder, threads=threads)
+            else:
+                status = run(command, folder, ranks=ranks, threads=threads)
             return float(status["objective"])
         except (Interrupted, KeyboardInterrupt) as stop:
             status, own = read_status(folder), "kept_in" not in config and _mode(config) == "train"
@@ -62,6 +70,7 @@ def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
             raise stop if isinstance(stop, Interrupted) else Interrupted(130) from None
         except (RuntimeError, ValueError, OSError) as error:
             close_status(folder, "failed", str(error))
+            TOLD.info(f"error: {error}")
             raise
 
 
@@ -115,7 +124,7 @@ def run(
     The first SIGINT or SIGTERM is passed on, for the run to stop at its next safe point; a second
     one kills it. A stopped run raises `Interrupted` with 128 + the signal.
     """
-    each = threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or max(cores() // ranks, 1)
+    each = threads_of_a_rank(threads, ranks)
     with _caught_signals() as signals, socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for rank 0 to listen on it
         held.bind(("127.0.0.1", 0))
@@ -123,7 +132,28 @@ def run(
         processes = _start_ranks(command, ranks=ranks, threads=each, port=port)
         code, first = _wait(processes, folder, signals)
         who = f"rank {first}" if ranks > 1 else "the process"
-        failure = _close(folder, code, signals, who=who)
+        return _end(folder, code, signals, who=who)
+
+
+def run_here(command: Sequence[str], folder: Path, *, threads: int | None) -> dict[str, Any]:
+    """Do in this process, where a debugger sees it, what the command of a worker does; as `run`."""
+    os.environ["LEASH_PARENT"] = ""  # `_end` tells how it went
+    os.environ["OMP_NUM_THREADS"] = str(threads_of_a_rank(threads, 1))
+    with _caught_signals(at_once=True) as signals:  # until the run has handlers of its own
+        code = runpy.run_path(str(SCRIPT))["worker"](*command[command.index("--worker") + 1 :])
+    reason = read_status(folder).get("reason")
+    signals = signals or [kind for kind in SIGNALS if reason == stop_reason(kind)]
+    return _end(folder, code, signals, who="the process")
+
+
+def threads_of_a_rank(threads: int | None, ranks: int) -> int:
+    """Return how many CPU threads a rank gets: as asked for, else a share of the cores."""
+    return threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or max(cores() // ranks, 1)
+
+
+def _end(folder: Path, code: int, signals: list[int], *, who: str) -> dict[str, Any]:
+    """Return the status of a run that has ended; raise as `run` does."""
+    failure = _close(folder, code, signals, who=who)
     if (code or signals) and (folder / "report.html").exists():
         with suppress(Exception):  # a damaged folder or a full disk
             write_report(folder)  # again: only now is it known why the run ended
@@ -149,11 +179,19 @@ def cores() -> int:
 
 
 @contextmanager
-def _caught_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM; after the block further ones are ignored if one came."""
+def _caught_signals(*, at_once: bool = False) -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM; after the block further ones are ignored if one came.
+
+    `at_once`: they raise `Stopped`.
+    """
     got: list[int] = []
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    previous = {kind: signal.signal(kind, lambda number, _: got.append(number)) for kind in kinds}
+
+    def note(number: int, _: Any) -> None:
+        got.append(number)
+        if at_once:
+            raise Stopped(stop_reason(number))
+
+    previous = {kind: signal.signal(kind, note) for kind in SIGNALS}
     try:
         yield got
     finally:

@@ -1,0 +1,69 @@
+"""<run>/run.log: `logging` of rank 0, and what the terminal was told. Torch-free."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trainer.runs.folders import is_main_rank
+from trainer.runs.redact import redact_text
+
+FILE = "run.log"
+VERBOSE = "LEASH_VERBOSE"  # hydra.verbose, for the processes of a run: true, or names of loggers
+TOLD = logging.getLogger("leash")  # gets what the terminal has been told
+TOLD.setLevel(logging.INFO)
+TOLD.addHandler(logging.NullHandler())
+TOLD.propagate = False
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redact_text(super().format(record))
+
+
+class _File(logging.FileHandler):
+    """A file whose folder may go, and whose disk may be full: the run goes on without it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Lose the line."""
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
+@contextmanager
+def run_log(folder: Path) -> Iterator[None]:
+    """Keep a run's log in its folder during a block, on rank 0; warnings go to stderr as before.
+
+    A block within another one of the same folder changes nothing.
+    """
+    root, path = logging.getLogger(), os.path.abspath(folder / FILE)
+    if not is_main_rank() or path in [getattr(h, "baseFilename", None) for h in root.handlers]:
+        yield
+        return
+    file = _File(path, encoding="utf-8", errors="backslashreplace", delay=True)
+    file.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    terminal, before = logging.lastResort or logging.StreamHandler(), root.level
+    added = [file] if root.handlers else [file, terminal]
+    root.setLevel(min(before, logging.INFO))
+    if verbose := os.environ.get(VERBOSE):
+        for name in verbose.split(","):
+            logging.getLogger(None if name == "true" else name).setLevel(logging.DEBUG)
+        terminal.setLevel(logging.DEBUG)
+    for handler in added:
+        root.addHandler(handler)
+    TOLD.addHandler(file)
+    try:
+        yield
+    finally:
+        TOLD.removeHandler(file)
+        for handler in added:
+            root.removeHandler(handler)
+        root.setLevel(before)
+        file.close()
