@@ -55,10 +55,6 @@ def train(
     if not isinstance(named, Mapping):
         name = getattr(reward, "__name__", "reward")
         named = {name if name.isidentifier() else "reward": reward}
-    if not all(map(callable, named.values())):
-        got = reward if isinstance(reward, Mapping) else type(reward).__name__
-        what = "expected reward to be a function, or functions by name"
-        raise ValueError(f'{what}, got {got!r:.80}; give {{"length": f, "right": g}}, say')
     words = [f"experiment={experiment}", f"policy.model={quoted(str(model))}"]
     if named and not isinstance(overrides.get("env"), str):
         words.append("env=prompts")

@@ -13,11 +13,12 @@ from omegaconf import DictConfig
 
 from conf.compose import FAULTS, compose_experiment, explain, set_up, write_defaults
 from conf.resume import last_run
-from conf.sweep import MULTIRUN, end_sweep, gpus_of_a_job, read_job
+from conf.sweep import MULTIRUN, end_sweep, read_job
 from trainer.reports.sweep_jobs import PLAN
 from trainer.runs.failures import TRACEBACKS, complain, say
 from trainer.runs.find import nothing_left
 from trainer.runs.folders import ASIDE, is_main_rank, quoted
+from trainer.runs.gpus import reserved_gpus
 from trainer.runs.launch import STOPPED, Interrupted, prepare, start, worker_command
 from trainer.runs.lock import held
 from trainer.runs.run_files import read_status, read_yaml
@@ -92,7 +93,9 @@ def run(cfg: DictConfig) -> float:
             with held(folder), run_log(folder):
                 prepare(config, folder, compose=compose)
             os.execv(sys.executable, worker_command(config, folder))
-        with gpus_of_a_job(job, config):
+        in_turn = not in_sweep or job.launcher._target_.endswith(".BasicLauncher")
+        on_cpu = config["policy"]["device"] == "cpu"
+        with reserved_gpus(0 if in_turn or on_cpu else config["launch"]["num_processes"]):
             objective = start(config, folder, compose=compose)
     except (ValueError, RuntimeError, OSError) as error:
         complain(f"{folder.name}: {error}" if in_sweep else error)

@@ -1,6 +1,6 @@
 """The configuration of what is no training: preflight=true and the modes but train."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +8,9 @@ from omegaconf import DictConfig
 
 from conf.compose import checked, compose_checked, compose_experiment
 from conf.resume import resumed
-from trainer.runs.experiment_models import cache_folder
+from trainer.runs.experiment_models import without_training
 from trainer.runs.find import has_weights, no_weights
 from trainer.runs.folders import unique_folder
-from trainer.runs.run_files import PREFIX
 
 SILENT = {"_target_": "trainer.JsonlTracker", "keep_transcripts": False}
 BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed", "policy.device")
@@ -31,7 +30,7 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
         if mode != "train" or cfg.resume:
             raise ValueError("preflight checks a new training run; leave mode and resume out")
         config = checked(cfg)
-        config["trains_first"] = sorted(set(without_training(config)))
+        config["trains_first"] = sorted({*without_training(config, compose_experiment)})
         return config | {"tracker": SILENT}
     if mode in ("export", "limit") and not cfg.resume:
         raise ValueError(f"mode={mode} is about a trained run; give resume=<run folder>")
@@ -77,22 +76,3 @@ def _of_run(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
     config["policy"]["model"] = kl["reference"] or config["policy"]["model"]
     kl["reference"] = None
     return config
-
-
-def without_training(node: Any) -> Iterator[str]:
-    """Replace each experiment:<name> by its model, or by what it starts from; yield the latter."""
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-        if isinstance(value, dict | list):
-            yield from without_training(value)
-        elif isinstance(value, str) and value.startswith(PREFIX):
-            name = value.removeprefix(PREFIX)
-            config = compose_experiment(name)
-            model = cache_folder(name, config) / "model"
-            if model.is_dir():
-                node[key] = str(model)
-                continue
-            if key not in ("model", "reference") or config["policy"]["_target_"].endswith("_model"):
-                raise ValueError(f"{value} is not in the cache; start the run once, it trains that")
-            yield name
-            yield from without_training(config["policy"])
-            node[key] = config["policy"]["model"]

@@ -38,13 +38,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "to be http://<host>:<port>": lambda x: bool(re.fullmatch(r"https?://\S+", x)),
 }
 FOLDER = Path(__file__).parent
-OPEN = (
-    "observers",
-    "env.task",
-    "env.rewards",
-    "env.transforms",
-    "policy.chat_template_kwargs",
-)  # any keys
+OPEN = ("env.task", "env.rewards", "env.transforms", "policy.chat_template_kwargs", "observers")
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,12 @@ import json
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
-from filelock import FileLock, Timeout
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -154,34 +152,3 @@ def _stop(number: int, _: Any) -> None:
             process.send_signal(number)
     psutil.wait_procs(ranks, timeout=60)
     raise Interrupted(128 + number)
-
-
-@contextmanager
-def gpus_of_a_job(job: DictConfig, config: Mapping[str, Any]) -> Iterator[None]:
-    """Keep as many GPUs of this machine to a job as it has ranks; wait until they are free."""
-    before, named = os.environ.copy(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None:
-        gpus = [str(k) for k, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
-    else:
-        gpus = [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
-    in_turn = job.mode != RunMode.MULTIRUN or job.launcher._target_.endswith(".BasicLauncher")
-    count = 0 if in_turn else min(config["launch"]["num_processes"], len(gpus))
-    if not count or config["policy"]["device"] == "cpu":
-        yield
-        return
-    place = Path(tempfile.gettempdir()) / f"leash-gpus-{os.getuid()}"
-    place.mkdir(exist_ok=True)
-    mine: list[str] = []
-    with ExitStack() as held:
-        with FileLock(place / "queue"):  # one job takes GPUs at a time: nobody waits with half
-            while len(mine) < count:
-                for gpu in (gpu for gpu in gpus if gpu not in mine and len(mine) < count):
-                    with suppress(Timeout):
-                        held.enter_context(FileLock(place / gpu).acquire(timeout=0.1))
-                        mine.append(gpu)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-        try:
-            yield
-        finally:
-            os.environ.clear()
-            os.environ.update(before)

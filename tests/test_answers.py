@@ -48,7 +48,7 @@ def test_endless_replies_cost_little(piece, tmp_path):
     for match in ("exact", "words", "normalised", "fuzzy"):
         task = Answers(path, eval_dataset=path, match=match)
         assert not task.reward(task.rows("train")[0], Reply(text, True, [])).success
-    assert time.monotonic() - start < 3, "38 s when every tag looked through the rest"
+    assert time.monotonic() - start < 12, "38 s when every tag looked through the rest"
 
 
 # What is the same

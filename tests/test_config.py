@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from refusals import refusal
 from runs import ROOT, asked, environment
 
-from conf.build import build, make_leash, make_policy, make_task
+from conf.build import build, make_leash, make_task
 from conf.cli import expand
 from conf.compose import compose_checked
 from conf.resume import read_saved
@@ -246,12 +246,6 @@ def test_a_sweep_checks_all_jobs_first_and_is_refused_in_one_line(place):
     assert line.startswith("error: ")
     assert "kl.coeff" in line
     assert not list(place.rglob("*.yaml"))
-
-
-def test_a_policy_of_another_kind_is_refused():
-    node = {"_target_": "torch.nn.GRU", "input_size": 2, "hidden_size": 2, "engine": "transformers"}
-    with pytest.raises(ValueError, match=r"policies\.load_policy does, got GRU"):
-        make_policy(node)
 
 
 def test_the_last_word_wins():

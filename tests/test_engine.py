@@ -62,13 +62,13 @@ def test_a_hand_over_is_proved_by_a_probe_before_and_after(policy):
 
 def test_steps_too_small_to_tell_add_up_to_a_stale_engine_however_coarse_it_is(policy):
     engine = beside(policy, Stale)
-    engine.tolerance = 1e3
+    engine.tolerance = 1.0
     last = weight_sync(policy, engine)
     last = weight_sync(policy, engine, last=last)  # a step that was skipped
     with pytest.raises(RuntimeError, match="stale"):  # noqa: PT012
         for _ in range(200):
             move(policy, 1e-5)
-            last = weight_sync(policy, engine, last=last, tolerance=1.0)
+            last = weight_sync(policy, engine, last=last)
     assert 3 < policy.version < 200
 
 

@@ -9,17 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra.types import RunMode
-from omegaconf import OmegaConf
 from processes import gone
 from runs import ROOT, environment
 
 from conf.cli import expand
 from conf.compose import compose_checked, compose_experiment
-from conf.sweep import gpus_of_a_job
 from envs.rewards.trl_function import hold
 from trainer.runs.experiment_models import cache_folder, resolve_experiment
 from trainer.runs.folders import unique_folder
+from trainer.runs.gpus import reserved_gpus
 from trainer.runs.launch import run
 from trainer.runs.launch import start as start_run
 from trainer.runs.lock import held, held_by_rank, is_free
@@ -242,17 +240,12 @@ def test_a_sweep_under_an_outside_launcher_is_refused(monkeypatch):
 def test_jobs_side_by_side_get_gpus_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    job = OmegaConf.create({"mode": RunMode.MULTIRUN, "launcher": {"_target_": "a.JoblibLauncher"}})
-
-    def config(ranks: int, device: str | None = None) -> dict:
-        return {"launch": {"num_processes": ranks}, "policy": {"device": device}}
-
-    with gpus_of_a_job(job, config(2)):
+    with reserved_gpus(2):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")  # as in another process
-        with gpus_of_a_job(job, config(1)):
+        with reserved_gpus(1):
             assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
-    with gpus_of_a_job(job, config(1, "cpu")):
+    with reserved_gpus(0):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2"
 
 

@@ -160,7 +160,6 @@ def test_demonstrations_need_no_reward():
         (object(), length, ASKED, {}, r"got object; save it .*save_pretrained"),
         ("tiny", length, "rows.jsonl", {}, r"path rows\.jsonl; give datasets"),
         ("tiny", length, Path("rows"), {}, r"path rows; give datasets"),
-        ("tiny", [length, of_trl], ASKED, {}, r"functions by name, got 'list'"),
     ],
 )
 def test_what_the_call_does_not_take_is_one_line_with_what_to_do(

@@ -129,7 +129,7 @@ def test_a_stop_text_ends_a_reply_with_the_token_that_completes_it(policy):
 
 @vllm_test
 def test_what_vllm_cannot_do_is_refused(engine, policy):
-    for key, value in {"num_beams": 4, "temperature": 3.0, "max_new_tokens": 600}.items():
+    for key, value in {"num_beams": 4, "max_new_tokens": 600}.items():
         with pytest.raises(ValueError, match=f"{key}|{value}"):
             vLLMWrapper(engine, generate_kwargs={key: value})(prompts())
     with pytest.raises(NotImplementedError, match="TransformersWrapper"):

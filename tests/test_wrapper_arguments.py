@@ -220,7 +220,6 @@ def short_mask(*, lazy: bool) -> TensorDict:
 TEXT = TensorDict(history=Text(prompt=["x"], batch_size=[1]), batch_size=[1])
 WRONG = {
     "no input": (lambda: make_policy()(prompts().select("stream")), "history.*prompt"),
-    "no rows": (lambda: make_policy()(prompts()[:0]), "row"),
     "a text in place of a history": (lambda: make_policy()(TEXT), "History"),
     "a mask of other columns": (lambda: scoring()(short_mask(lazy=False)), "all_response_mask"),
     "masks of other rows": (

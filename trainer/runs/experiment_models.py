@@ -5,7 +5,7 @@ import inspect
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
@@ -16,12 +16,11 @@ from trainer.runs.failures import say
 from trainer.runs.lock import held
 from trainer.runs.run_files import PREFIX
 
+Compose = Callable[[str], dict[str, Any]]  # the configuration of an experiment, by its name
 IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight")  # to what is learnt
 
 
-def resolve_experiment(
-    name: str, compose: Callable[[str], dict[str, Any]], start: Callable[[dict, Path], None]
-) -> str:
+def resolve_experiment(name: str, compose: Compose, start: Callable[[dict, Path], None]) -> str:
     """Return the model folder of experiment:<name>, from the cache or by running it by `start`.
 
     Any name of another kind is returned as it is.
@@ -63,3 +62,22 @@ def _sources(task: Any) -> list[str]:
     classes = map(resolve_name, re.findall(r'"_target_": "([\w.]+)"', json.dumps(task)))
     bases = {base for cls in classes for base in getattr(cls, "__mro__", (cls,))} - {object}
     return [Path(file).read_text() for file in sorted({inspect.getfile(base) for base in bases})]
+
+
+def without_training(node: Any, compose: Compose) -> Iterator[str]:
+    """Replace each experiment:<name> by its model, or by what it starts from; yield the latter."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        if isinstance(value, dict | list):
+            yield from without_training(value, compose)
+        elif isinstance(value, str) and value.startswith(PREFIX):
+            name = value.removeprefix(PREFIX)
+            config = compose(name)
+            model = cache_folder(name, config) / "model"
+            if model.is_dir():
+                node[key] = str(model)
+                continue
+            if key not in ("model", "reference") or config["policy"]["_target_"].endswith("_model"):
+                raise ValueError(f"{value} is not in the cache; start the run once, it trains that")
+            yield name
+            yield from without_training(config["policy"], compose)
+            node[key] = config["policy"]["model"]

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,13 @@ import yaml
 from policies.cache import write_text
 from trainer.early_stopping import Stopped, stop_reason
 from trainer.reports.report import write_report
-from trainer.runs.experiment_models import resolve_experiment
+from trainer.runs.experiment_models import Compose, resolve_experiment
 from trainer.runs.failures import LESS_MEMORY, close_status, complain, noted_errors, say
 from trainer.runs.folders import SCRIPT
 from trainer.runs.lock import RANK0, held, lock_folder
 from trainer.runs.run_files import load_run, read_status
 from trainer.runs.run_log import TOLD, run_log
 
-Compose = Callable[[str], dict[str, Any]]  # the configuration of an experiment, by its name
 # Variables that ranks do not inherit: those of an outer launcher, and PYTHONOPTIMIZE, which removes
 # the docstrings that transformers reads.
 RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
