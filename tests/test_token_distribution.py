@@ -46,6 +46,10 @@ def gradient(policy, values: Tensor) -> Tensor:
     )
 
 
+def road(scorer, ids, keep, attention, temperature) -> TokenDistribution:
+    return scorer._dist(scorer._lay(ids, attention, keep, None), keep, temperature)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_road_and_the_public_distribution_give_the_same_numbers(monkeypatch, name):
     policy = make_policy(temperature=0.7)
@@ -54,8 +58,8 @@ def test_the_road_and_the_public_distribution_give_the_same_numbers(monkeypatch,
     theirs, keep = public(policy, batch, name), named_mask(batch, name)
     assert torch.equal(theirs.mask, keep)
     monkeypatch.setattr(token_distribution, "SLICE", 7 * policy.model.config.vocab_size)
-    mine = policy.scorer.dist(ids, attention, keep, temperature=batch["temperature"])
     known = predicted(attention, keep)  # nothing stands before the first token
+    mine = road(policy.scorer, ids, known, attention, batch["temperature"])
     assert torch.equal(mine.mask, known)
     for own, other in (
         (mine.log_prob(ids), theirs.log_prob(ids)),
@@ -85,7 +89,7 @@ def test_logits_of_whole_sequences_never_exist(monkeypatch, wanted):
 
 def test_a_distribution_over_no_token_says_nothing():
     policy, ids = make_policy(), torch.tensor([[5, 6, 7]])
-    dist = policy.scorer.dist(ids, ids > 0, ids > 9)
+    dist = road(policy.scorer, ids, ids > 9, ids > 0, 1.0)
     assert not dist.log_prob(ids).any()
     assert not dist.entropy().any()
 
