@@ -5,7 +5,6 @@ Left out on purpose: masks guessed from `ids != pad`. A mask comes from lengths.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensorclass
