@@ -46,10 +46,6 @@ class Spec:
         """Return what does not fit about a value, "" if it fits."""
         raise NotImplementedError
 
-    def is_in(self, value: Any) -> bool:
-        """Return whether a value fits."""
-        return not self.explain(value)
-
     def clone(self) -> Spec:
         """Return a copy that shares nothing that can be changed."""
         return deepcopy(self)

@@ -71,31 +71,6 @@ class BatchQueue:
                     self._changed.wait(None if due else left)
         return [row.result.result() for row in mine]
 
-    def cleanup(self, *, flush: bool = False) -> None:
-        """Empty the queue: with `flush` run what waits, else its callers get a RuntimeError."""
-        with self._changed:
-            while flush and (self._waiting or self._busy):
-                if self._busy:
-                    self._changed.wait()
-                else:
-                    self._run_batch()
-            while self._waiting:
-                error = RuntimeError("the batch queue was emptied before its turn")
-                self._waiting.popleft().result.set_exception(error)
-            self._changed.notify_all()
-
-    def state(self) -> dict[str, Any]:
-        """Return how many rows wait, whether a batch runs, and the settings."""
-        with self._changed:
-            return {
-                "batching_enabled": True,
-                "min_batch_size": self.min_size,
-                "max_batch_size": self.max_size,
-                "timeout": self.timeout,
-                "queue_size": len(self._waiting),
-                "processing": self._busy,
-            }
-
     def _run_batch(self) -> None:
         """Run the next batch with the lock given back for as long as it takes."""
         run, batch = self._waiting[0].run, list[_Row]()
