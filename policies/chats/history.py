@@ -72,8 +72,6 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         if isinstance(text, str):
             found = read(text)
             return found if isinstance(found, cls) else cls.from_chats(found)
-        if not text:
-            raise ValueError("expected a text or a list of texts, got an empty list")
         options = (chat_template_name, chat_template, tokenizer)
         return lazy_stack([cls.from_text(one, *options) for one in text])
 

@@ -53,11 +53,6 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(
-                f"expected a fast tokenizer, got {type(tokenizer).__name__}; load it with "
-                "AutoTokenizer.from_pretrained(..., use_fast=True)"
-            )
         added = tokenizer.added_tokens_decoder
         self.control = frozenset(i for i, t in added.items() if not t.content.isspace())
         self._whole = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())

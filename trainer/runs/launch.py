@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,7 @@ def prepare(config: dict[str, Any], folder: Path, *, compose: Compose) -> None:
 
     The same configuration is not written again.
     """
-
-    def train_first(config: dict[str, Any], folder: Path) -> None:
-        start(config, folder, compose=compose)
+    train_first = partial(start, compose=compose)
 
     def resolve(node: Any) -> Any:  # experiment:<name> may stand anywhere
         if isinstance(node, dict):

@@ -200,14 +200,8 @@ class GRPOLoss(LossModule):
 class DAPO(GRPOLoss):
     """GRPOLoss under the name of DAPO (arXiv 2503.14476), which clips at (0.2, 0.28)."""
 
-    def __init__(
-        self,
-        actor_network: Any = None,
-        *,
-        clip_epsilon: float | tuple[float, float] = (0.2, 0.28),
-        **settings: Any,
-    ) -> None:
-        super().__init__(actor_network, clip_epsilon=clip_epsilon, **settings)
+    def __init__(self, actor_network: LLMWrapperBase, **settings: Any) -> None:
+        super().__init__(actor_network, **{"clip_epsilon": (0.2, 0.28), **settings})
 
 
 class CISPOLoss(GRPOLoss):
