@@ -128,7 +128,4 @@ def attended(ids: list[Tensor], masks: list[Tensor] | None, *, ragged: bool) -> 
         return [row[mask.bool()] for row, mask in zip(ids, masks, strict=True)]
     if ragged:
         return ids
-    raise ValueError(
-        f"expected an attention mask with an entry for each token id, got {len(masks[0])} entries "
-        f"for {len(ids[0])} ids"
-    )
+    raise ValueError(f"expected an attention mask of {len(ids[0])} entries, got {len(masks[0])}")

@@ -320,8 +320,7 @@ def _replies(read: Any, text: str, prompt: list[dict[str, Any]]) -> list[dict[st
         found = found[1:]  # the template's own
     if len(found) < len(prompt):
         raise RuntimeError(
-            f"parsing lost messages: expected at least {len(prompt)}, got {len(found)} from "
-            f"{text[:80]!r}; name the template that wrote the text"
+            f"expected {len(prompt)} messages or more, got {len(found)}: {text!r:.40}"
         )
     silent = {"role": "assistant", "content": "", "is_complete": False}
     return found[len(prompt) :] or [silent]

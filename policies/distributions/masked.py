@@ -328,9 +328,7 @@ def _one_of(logits: Tensor | None, probs: Tensor | None) -> Tensor:
     name, given = ("logits", logits) if probs is None else ("probs", probs)
     assert given is not None
     if not given.is_floating_point() or given.ndim == 0 or given.shape[-1] == 0:
-        raise ValueError(
-            f"expected float {name} [*B, C] with C > 0, got {given.dtype} {tuple(given.shape)}"
-        )
+        raise ValueError(f"expected float {name} [*B, C], got {given.dtype} {tuple(given.shape)}")
     return given
 
 

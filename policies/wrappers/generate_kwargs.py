@@ -8,6 +8,7 @@ generator; training refuses those, and what narrows the distribution that is sam
 import copy
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -165,9 +166,7 @@ class GenerateKwargs:
         for name, bound in bounds.items():
             if bound is not None and (over := sizes > bound).any():
                 i = int(over.int().argmax())
-                raise ValueError(
-                    f"prompt {i} has {sizes[i]} tokens, expected at most {name}={bound}"
-                )
+                raise ValueError(f"prompt {i} has {sizes[i]} tokens, more than {name}={bound}")
 
 
 def _for_generate(more: dict[str, Any], *, log_probs: bool) -> tuple[dict, dict]:
@@ -181,9 +180,11 @@ def _for_generate(more: dict[str, Any], *, log_probs: bool) -> tuple[dict, dict]
     }
     if log_probs and (silent := [name for name in more if name in UNFOLLOWED]):
         raise ValueError(f"{silent} have no log-probs; say return_log_probs=False with them")
-    objects = GenerationConfig(do_sample=True).update(**more)  # it checks its own fields
+    config = GenerationConfig(do_sample=True)
+    objects = config.update(**more)  # transformers checks its own fields
     if unknown := [name for name in objects if name not in OBJECTS]:
-        raise ValueError(f"generate_kwargs: {unknown} are not in transformers' GenerationConfig")
+        near = get_close_matches(unknown[0], [*OWN, *OBJECTS, *ALIASES, *vars(config)], 1)
+        raise ValueError(f"generate_kwargs has an unknown {unknown[0]!r}; did you mean {near}?")
     return {name: value for name, value in more.items() if name not in objects}, objects
 
 

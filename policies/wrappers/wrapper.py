@@ -542,9 +542,7 @@ def _tokenizer_options(kwargs: dict[str, Any], input_mode: str) -> dict[str, Any
     own = ("return_attention_mask", "return_tensors", "padding_side", "padding")
     options = {k: v for k, v in kwargs.items() if k not in own}
     if options and input_mode != "text":
-        raise ValueError(
-            f"tokenizer_kwargs {sorted(options)} are for input_mode='text', got {input_mode!r}"
-        )
+        raise ValueError(f"tokenizer_kwargs {sorted(options)} are for input_mode='text' only")
     return options
 
 

@@ -292,10 +292,7 @@ def _as_td(data: Any, text_key: str) -> TensorDictBase:
     if all(isinstance(item, Mapping) and "messages" in item for item in items):
         return td.set("row", NonTensorStack(*[NonTensorData(dict(item)) for item in items]))
     if not all(isinstance(item, Mapping) and text_key in item for item in items):
-        raise TypeError(
-            f"expected TensorDicts, texts, dicts with 'messages' or {text_key!r}, or lists of "
-            f"these from the dataloader, got {items[0]!r:.80}"
-        )
+        raise TypeError(f"expected TensorDicts, texts or dicts with {text_key!r}, got {items[0]!r}")
     for name in sorted(set(items[0]).intersection(*items)):
         td.set(name, NonTensorStack(*[NonTensorData(item[name]) for item in items]))
     return td

@@ -119,9 +119,7 @@ class GRPOLoss(LossModule):
         td = tensordict.reshape(-1) if tensordict.ndim > 1 else tensordict.copy()
         keys, limits = self.tensor_keys, getattr(self.actor_network, "limits", None)
         if limits is not None and (narrowing := limits.unscored()):
-            raise ValueError(
-                f"expected an actor that samples from its whole distribution, got {narrowing}"
-            )
+            raise ValueError(f"expected an actor without filters of its samples, got {narrowing}")
         dist = getattr(self.actor_network, DISTS[self.masking_strategy])(td)
         tokens = require(td, keys.action)  # rlhf writes those of a history
         mask = self._mask(td, dist.mask)
