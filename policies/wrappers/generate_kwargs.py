@@ -166,7 +166,9 @@ class GenerateKwargs:
         for name, bound in bounds.items():
             if bound is not None and (over := sizes > bound).any():
                 i = int(over.int().argmax())
-                raise ValueError(f"prompt {i} has {sizes[i]} tokens, more than {name}={bound}")
+                raise ValueError(
+                    f"prompt {i} has {sizes[i]} tokens, expected at most {name}={bound}"
+                )
 
 
 def _for_generate(more: dict[str, Any], *, log_probs: bool) -> tuple[dict, dict]:
