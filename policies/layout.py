@@ -55,23 +55,36 @@ def plain(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
 
 def shared(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor) -> Layout:
     """Lay out the rows of each `group_id` [B] in one row."""
+    rows, trees = unpad(tokens, attention), groups(group_id)
+    common = [_common_prefix([rows[i] for i in members]) for members in trees]
+    return _trees(tokens, attention, keep, trees, common)
+
+
+def packed(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
+    """Lay out sequences after each other, in rows of PACKED tokens or the longest sequence."""
+    bins = _bins(attention.sum(-1).tolist(), PACKED)
+    return _trees(tokens, attention, keep, bins, [0] * len(bins))
+
+
+def _trees(
+    tokens: Tensor, attention: Tensor, keep: Tensor, trees: list[list[int]], common: list[int]
+) -> Layout:
+    """Lay out the rows of each tree in one row, behind so many tokens that they have in common."""
     rows = unpad(tokens, attention)
     device = tokens.device
     base = torch.zeros(len(rows), dtype=torch.int64)  # [B] first reply column of each row
     prefix = torch.zeros(len(rows), dtype=torch.int64)  # [B] tokens shared with the group
     tree = torch.zeros(len(rows), dtype=torch.int64)  # [B] row of the layout
     ids, places, segments = [], [], []
-    for r, members in enumerate(groups(group_id)):
-        common = _common_prefix([rows[i] for i in members])
-        first = rows[members[0]][:common]
-        parts, place = [first], [torch.arange(common, device=device)]
-        segment = [torch.zeros(common, dtype=torch.int64, device=device)]
-        column = common
+    for r, (members, same) in enumerate(zip(trees, common, strict=True)):
+        parts, place = [rows[members[0]][:same]], [torch.arange(same, device=device)]
+        segment = [torch.zeros(same, dtype=torch.int64, device=device)]
+        column = same
         for s, i in enumerate(members, start=1):
-            reply = rows[i][common:]
-            base[i], prefix[i], tree[i] = column, common, r
+            reply = rows[i][same:]
+            base[i], prefix[i], tree[i] = column, same, r
             parts.append(reply)
-            place.append(torch.arange(common, common + len(reply), device=device))
+            place.append(torch.arange(same, same + len(reply), device=device))
             segment.append(torch.full_like(reply, s))
             column += len(reply)
         ids.append(torch.cat(parts))
@@ -121,26 +134,6 @@ def tree_mask(segment: Tensor) -> Tensor:
     diagonal = torch.eye(size, dtype=torch.bool, device=segment.device)
     # Padding sees itself: a row that sees nothing would be NaN under softmax.
     return ((seen & causal & (key >= 0)) | diagonal)[:, None]
-
-
-def packed(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
-    """Lay out sequences after each other, in rows of PACKED tokens or the longest sequence."""
-    rows, device = unpad(tokens, attention), tokens.device
-    bins = _bins([len(row) for row in rows], PACKED)
-    start = torch.zeros(len(rows), 2, dtype=torch.int64)  # row of the layout, first column
-    segments, places = [], []
-    for r, members in enumerate(bins):
-        sizes = [len(rows[i]) for i in members]
-        start[members, 0] = r
-        start[members, 1] = torch.tensor([0, *sizes[:-1]]).cumsum(0)
-        segments.append(torch.repeat_interleave(torch.tensor(sizes)).to(device) + 1)
-        places.append(torch.cat([torch.arange(n, device=device) for n in sizes]))
-    input_ids = pad([torch.cat([rows[i] for i in members]) for members in bins])  # [R, L]
-    tree, base = start.to(device).unbind(-1)
-    column = base[:, None] + positions(attention) - 1  # [B, T] the state before predicts a token
-    source = (tree[:, None] * input_ids.shape[1] + column)[keep]
-    mask = tree_mask(pad(segments, -1))
-    return Layout(input_ids, pad(places), mask, source, tokens[keep])
 
 
 def _bins(sizes: list[int], limit: int) -> list[list[int]]:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policies.layout import Layout
 from policies.models import quiet
 from policies.optional_packages import EXTRAS
 from policies.scorer import Scorer
@@ -123,10 +122,11 @@ class AdapterScorer(Scorer):
         super().__init__(scorer.model, share_prompts=share, autocast=scorer.autocast)
         self.adapter = adapter
 
-    def hidden(self, lay: Layout) -> Tensor:
-        """Return the states that predict the kept tokens, [K, H]."""
-        with using(self.model, self.adapter):
-            return super().hidden(lay)
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """Have the adapter in use too, for whatever samples or scores inside."""
+        with using(self.model, self.adapter), super().precision():
+            yield
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor]:

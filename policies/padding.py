@@ -5,7 +5,6 @@ Left out on purpose: masks guessed from `ids != pad`. A mask comes from lengths.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensorclass
@@ -114,31 +113,6 @@ def rows(td: TensorDictBase, key: str | tuple[str, ...]) -> list[Tensor] | None:
     return list(value.unbind(0))  # a nested tensor has no iterator
 
 
-def nested(
-    td: TensorDictBase, key: str | tuple[str, ...], *, layout: torch.layout = torch.jagged
-) -> Tensor:
-    """Return the rows at a key as one nested tensor, whatever holds them and however deep.
-
-    `td.get(key, as_nested_tensor=True)` takes neither dense data nor stacks of stacks; their rows
-    come in row-major order here. Raises ValueError if nothing is there.
-
-    >>> from tensordict import TensorDict
-    >>> nested(TensorDict(a=torch.tensor([[1, 2]]), batch_size=[1]), "a").unbind()
-    (tensor([1, 2]),)
-    """
-    found = rows(td, key)
-    if found is None:
-        raise ValueError(f"expected rows at {key!r}, got keys {sorted(map(str, td.keys(True)))}")
-    return torch.nested.as_nested_tensor(_flat(found), layout=layout)
-
-
-def _flat(found: Any) -> list[Tensor]:
-    """Return 1-D rows out of nested lists, or of the batch dimensions of a tensor."""
-    if isinstance(found, Tensor) and found.ndim == 1:
-        return [found]
-    return [row for part in found for row in _flat(part)]
-
-
 def attended(ids: list[Tensor], masks: list[Tensor] | None, *, ragged: bool) -> list[Tensor]:
     """Return the ids that the masks keep, row by row; without masks all of them.
 
@@ -154,7 +128,4 @@ def attended(ids: list[Tensor], masks: list[Tensor] | None, *, ragged: bool) -> 
         return [row[mask.bool()] for row, mask in zip(ids, masks, strict=True)]
     if ragged:
         return ids
-    raise ValueError(
-        f"expected an attention mask with an entry for each token id, got {len(masks[0])} entries "
-        f"for {len(ids[0])} ids"
-    )
+    raise ValueError(f"expected an attention mask of {len(ids[0])} entries, got {len(masks[0])}")

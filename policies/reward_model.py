@@ -84,7 +84,7 @@ class GPT2RewardModel(nn.Module):
         """
         chosen, rejected = (_read(b, pad_token_id) for b in (chosen_batch, rejected_batch))
         inside = diverged(*chosen[:2], *rejected[:2])
-        term = preference_term(chosen[2], rejected[2]) * inside  # [B, T]
+        term = -F.logsigmoid(chosen[2] - rejected[2]) * inside  # [B, T]
         count = inside.sum(-1)
         return (term.sum(-1) / count.clamp(min=1)).sum() / (count > 0).sum().clamp(min=1)
 
@@ -95,15 +95,6 @@ class GPT2RewardModel(nn.Module):
         weights = {name: value.contiguous() for name, value in self.state_dict().items()}
         save_file(weights, Path(folder) / WEIGHTS)
         share(Path(folder) / WEIGHTS)
-
-
-def preference_term(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Return -log sigmoid(chosen - rejected), elementwise.
-
-    >>> round(preference_term(torch.tensor(1.0), torch.tensor(1.0)).item(), 4)
-    0.6931
-    """
-    return -F.logsigmoid(chosen - rejected)
 
 
 def diverged(chosen: Tensor, mask: Tensor, rejected: Tensor, other: Tensor) -> Tensor:

@@ -115,21 +115,6 @@ class Scorer(nn.Module):
         found = mine.scores(tokens, entropy=entropy, learn=learn_entropy, reference=theirs)
         return found if value is None else replace(found, values=placed(value, keep))
 
-    def dist(
-        self,
-        tokens: Tensor,
-        attention_mask: Tensor,
-        keep: Tensor | None = None,
-        *,
-        temperature: Tensor | float = 1.0,
-        group_id: Tensor | None = None,
-        pack: bool = False,
-    ) -> TokenDistribution:
-        """Return the distribution that `forward` scores by, with the same arguments."""
-        keep = predicted(attention_mask, keep)
-        lay = self._lay(tokens, attention_mask, keep, group_id, pack)
-        return self._dist(lay, keep, temperature)
-
     def _dist(self, lay: layout.Layout, keep: Tensor, temperature: Tensor | float):
         return TokenDistribution(self.head(), self.hidden(lay), keep, temperature=temperature)
 

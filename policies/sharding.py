@@ -2,7 +2,7 @@
 
 The unit that is gathered is a decoder layer. What is left (embeddings, head, last norm) belongs to
 the scorer, the root: a tied head is whole inside its forward. So weights are whole in `forward`,
-`values`, `logits`, `dist` and `within` of a sharded scorer only, and ranks call these equally
+`values`, `logits` and `within` of a sharded scorer only, and ranks call these equally
 often: one without rows runs a dummy. Half-precision weights that are trained are float32 in the
 shards, which are their masters, and half where they are gathered.
 
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from policies.padding import predicted
 from policies.scorer import Placement, Scorer
 
-FORWARDS = ("values", "logits", "dist", "within")  # methods that use weights, beside `forward`
+FORWARDS = ("values", "logits", "within")  # methods that use weights, beside `forward`
 
 
 def shard(scorer: Scorer, mesh: DeviceMesh, *, offload: bool = False) -> None:

@@ -46,10 +46,6 @@ class Spec:
         """Return what does not fit about a value, "" if it fits."""
         raise NotImplementedError
 
-    def is_in(self, value: Any) -> bool:
-        """Return whether a value fits."""
-        return not self.explain(value)
-
     def clone(self) -> Spec:
         """Return a copy that shares nothing that can be changed."""
         return deepcopy(self)
@@ -249,26 +245,31 @@ class Composite(Spec, MutableMapping[NestedKey, Any]):
         return ""
 
 
-def container_spec(
-    cls: Any, of: Any, shape: tuple[int, ...], keys: Sequence[str] | None
-) -> Composite:
-    """Return the spec of a tensorclass of Histories, texts (str) or values of a dtype."""
-    known = [name for name in cls.__annotations__ if name != "padded"]
-    common = takewhile(lambda name: name != "padded", cls.__annotations__)
-    if unknown := set(keys or ()) - set(known):
-        raise ValueError(f"expected keys among {known}, got {sorted(unknown)}")
-    found: dict[str, Spec] = {}
-    for name in common if keys is None else keys:
-        if isinstance(of, torch.dtype):
-            found[name] = Unbounded((*shape, -1), dtype=of)
-        elif of is str:
-            found[name] = NonTensor(shape, example_data="a string")
-        else:
-            found[name] = of.default_spec((*shape, -1))
-    if "padded" in cls.__annotations__:
-        found["padded"] = NonTensor(shape[:-1], example_data=False)
-    options = {"step_mdp_static": True, "optional": keys is None}
-    return Composite(found, shape=shape[:-1], data_cls=cls, **options)
+def container_spec(of: Any) -> Any:
+    """Return the `default_spec` of a tensorclass of Histories, texts (str) or values of a dtype."""
+
+    def default_spec(
+        cls: Any, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
+    ) -> Composite:
+        """Return the spec of a batch of `shape` with `keys`, by default the fields to `padded`."""
+        known = [name for name in cls.__annotations__ if name != "padded"]
+        common = takewhile(lambda name: name != "padded", cls.__annotations__)
+        if unknown := set(keys or ()) - set(known):
+            raise ValueError(f"expected keys among {known}, got {sorted(unknown)}")
+        found: dict[str, Spec] = {}
+        for name in common if keys is None else keys:
+            if isinstance(of, torch.dtype):
+                found[name] = Unbounded((*shape, -1), dtype=of)
+            elif of is str:
+                found[name] = NonTensor(shape, example_data="a string")
+            else:
+                found[name] = of.default_spec((*shape, -1))
+        if "padded" in cls.__annotations__:
+            found["padded"] = NonTensor(shape[:-1], example_data=False)
+        options = {"step_mdp_static": True, "optional": keys is None}
+        return Composite(found, shape=shape[:-1], data_cls=cls, **options)
+
+    return classmethod(default_spec)
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:

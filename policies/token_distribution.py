@@ -54,7 +54,7 @@ class TokenDistribution:
 
     >>> head = Head(torch.eye(2), None, None)
     >>> dist = TokenDistribution(head, torch.zeros(1, 2), torch.tensor([[False, True]]))
-    >>> dist.log_prob(torch.tensor([[0, 1]])).exp().log2().tolist()
+    >>> dist.scores(torch.tensor([[0, 1]])).log_probs.exp().log2().tolist()
     [[0.0, -1.0]]
     """
 
@@ -63,16 +63,6 @@ class TokenDistribution:
     ) -> None:
         self.head, self.states, self.mask = head, states, mask
         self.scale = _per_kept(temperature, mask)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log-probs [B, T] of tokens [B, T]."""
-        return self.scores(value).log_probs
-
-    def entropy(self) -> Tensor:
-        """Return the entropy in nats, [B, T]."""
-        found = self.scores(torch.zeros_like(self.mask, dtype=torch.int64), learn=True)
-        assert found.entropy is not None
-        return found.entropy
 
     def scores(
         self,

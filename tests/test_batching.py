@@ -39,9 +39,7 @@ def together(queue: BatchQueue, run, calls) -> list:
     futures = []
     for i, call in enumerate(calls):
         futures.append(pool.submit(queue, run, call))
-        until(
-            lambda n=i: queue.state()["queue_size"] > n or futures[n].done() or run.started.is_set()
-        )
+        until(lambda n=i: len(queue._waiting) > n or futures[n].done() or run.started.is_set())
     pool.shutdown(wait=False)
     return futures
 
@@ -67,8 +65,7 @@ def test_what_comes_while_the_model_is_busy_is_the_next_batch():
     first = together(queue, run, [[0]])
     pool = ThreadPoolExecutor(5)
     later = [pool.submit(queue, run, [i]) for i in range(1, 6)]
-    until(lambda: queue.state()["queue_size"] == 5)
-    assert queue.state()["processing"] is True
+    until(lambda: len(queue._waiting) == 5)
     run.gate.set()
     assert [f.result(SOON) for f in first + later] == [[2 * i] for i in range(6)]
     assert run.batches[0] == [0]
@@ -91,21 +88,8 @@ def test_a_failure_reaches_its_caller_and_leaves_nothing_behind():
     assert futures[2].result(SOON) == [6]
     with pytest.raises(ValueError, match=r"negative: \[-2\]"):
         futures[1].result(SOON)
-    assert queue.state()["queue_size"] == 0
+    assert not queue._waiting
     assert queue(run, [1, 1, 1, 1]) == [2] * 4
-
-
-def test_cleanup_runs_or_drops_what_waits():
-    run, queue = Recorder(), BatchQueue(min_size=9, timeout=SOON)
-    waiting = together(queue, run, [[1], [2]])
-    queue.cleanup(flush=True)
-    assert [f.result(SOON) for f in waiting] == [[2], [4]]
-    waiting = together(queue, Recorder(), [[3]])
-    queue.cleanup()
-    with pytest.raises(RuntimeError, match="emptied"):
-        waiting[0].result(SOON)
-    assert queue.state()["queue_size"] == 0
-    assert run.batches == [[1, 2]]
 
 
 def batched(policy, **more) -> tuple[TransformersWrapper, list[int]]:
@@ -136,8 +120,6 @@ def test_generating_threads_get_what_they_would_alone(padded):
     for got, td in zip(each(policy, inputs), inputs, strict=True):
         same(got, alone(td))
     assert sizes == [3]
-    policy.cleanup_batching(flush=True)
-    assert policy.get_batching_state()["queue_size"] == 0
 
 
 def test_scoring_threads_share_forwards_unless_they_need_a_gradient():

@@ -122,7 +122,7 @@ def test_a_reset_gives_up_running_chats(reset, second):
 def test_postproc_maps_batches_and_may_skip_them():
     counts = iter([None, 2, None, 4])
     collector = uneven(dialog_turns_per_batch=3, total_dialog_turns=12)
-    collector.set_postproc(lambda batch: (n := next(counts)) and (batch, n))
+    collector.postproc = lambda batch: (n := next(counts)) and (batch, n)
     assert [n for _, n in collector] == [2, 4]
 
 
@@ -153,7 +153,7 @@ def test_new_weights_of_any_form_are_loaded_and_count_a_version():
         collector.update_policy_weights_(*weights)
         assert torch.equal(policy.model.state_dict()[name], state[name])
         row = collector.rollout()
-        assert int(row["policy_version"]) == collector.get_policy_version() == version
+        assert int(row["policy_version"]) == collector.policy_version == version
     untracked = uneven(policy, dialog_turns_per_batch=1)  # the policy's own
     assert untracked.rollout()["policy_version"].tolist() == [[len(ways)]] * 3
     assert untracked.policy_version is None

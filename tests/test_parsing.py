@@ -195,7 +195,6 @@ UPPER = "{% for m in messages %}{{ m['role'] + ':' + m['content'] | upper }}{% e
 @pytest.mark.parametrize(
     ("text", "template", "named"),
     [
-        ([], {}, "empty"),
         ("Hi", {}, "character 0"),
         ("<|im_start|>user\nA<|im_end|>B", {}, "character 28"),
         (TWO_OPEN, {"chat_template_name": "qwen"}, "character 19"),

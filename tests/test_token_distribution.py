@@ -46,6 +46,10 @@ def gradient(policy, values: Tensor) -> Tensor:
     )
 
 
+def road(scorer, ids, keep, attention, temperature) -> TokenDistribution:
+    return scorer._dist(scorer._lay(ids, attention, keep, None), keep, temperature)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_road_and_the_public_distribution_give_the_same_numbers(monkeypatch, name):
     policy = make_policy(temperature=0.7)
@@ -54,12 +58,13 @@ def test_the_road_and_the_public_distribution_give_the_same_numbers(monkeypatch,
     theirs, keep = public(policy, batch, name), named_mask(batch, name)
     assert torch.equal(theirs.mask, keep)
     monkeypatch.setattr(token_distribution, "SLICE", 7 * policy.model.config.vocab_size)
-    mine = policy.scorer.dist(ids, attention, keep, temperature=batch["temperature"])
     known = predicted(attention, keep)  # nothing stands before the first token
+    mine = road(policy.scorer, ids, known, attention, batch["temperature"])
     assert torch.equal(mine.mask, known)
+    scores = mine.scores(ids, learn=True)
     for own, other in (
-        (mine.log_prob(ids), theirs.log_prob(ids)),
-        (mine.entropy(), theirs.entropy()),
+        (scores.log_probs, theirs.log_prob(ids)),
+        (scores.entropy, theirs.entropy()),
     ):
         assert bool((own != 0).any())
         torch.testing.assert_close(own, other.where(known, 0.0), atol=1e-4, rtol=1e-4)
@@ -67,7 +72,7 @@ def test_the_road_and_the_public_distribution_give_the_same_numbers(monkeypatch,
         assert (grads[0] - grads[1]).norm() / grads[1].norm() < 1e-4
 
 
-@pytest.mark.parametrize("wanted", ["log_prob", "entropy"])
+@pytest.mark.parametrize("wanted", ["log_probs", "entropy"])
 def test_logits_of_whole_sequences_never_exist(monkeypatch, wanted):
     width, ids = 20_000, torch.randint(9, (4, 32))
     head = Head(torch.randn(width, 8, requires_grad=True), None, None)
@@ -75,7 +80,7 @@ def test_logits_of_whole_sequences_never_exist(monkeypatch, wanted):
     whole = 4 * ids.numel() * width  # bytes of [B, T, V]
 
     def run() -> None:
-        out = dist.log_prob(ids) if wanted == "log_prob" else dist.entropy()
+        out = getattr(dist.scores(ids, learn=wanted == "entropy"), wanted)
         torch.autograd.grad(out.sum(), head.weight)
 
     assert peak_bytes(run) > whole, "the meter sees logits"
@@ -85,9 +90,10 @@ def test_logits_of_whole_sequences_never_exist(monkeypatch, wanted):
 
 def test_a_distribution_over_no_token_says_nothing():
     policy, ids = make_policy(), torch.tensor([[5, 6, 7]])
-    dist = policy.scorer.dist(ids, ids > 0, ids > 9)
-    assert not dist.log_prob(ids).any()
-    assert not dist.entropy().any()
+    dist = road(policy.scorer, ids, ids > 9, ids > 0, 1.0)
+    scores = dist.scores(ids, learn=True)
+    assert not scores.log_probs.any()
+    assert not scores.entropy.any()
 
 
 @pytest.mark.parametrize("kind", [Rollouts, DynamicRollouts])

@@ -282,7 +282,7 @@ def test_only_the_ids_of_the_history_have_its_assistant_mask():
     td = scoring(pad_output=False)(spoken()).select(("tokens", "full"), "history")
     assert scoring()._get_rlhf_dist(td.copy()).mask.sum() > 0
     rows(td, ("tokens", "full"))[1][2] += 1
-    with pytest.raises(ValueError, match="assistant mask"):
+    with pytest.raises(ValueError, match="all_assistant_mask"):
         scoring()._get_rlhf_dist(td)
 
 

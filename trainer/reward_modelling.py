@@ -12,7 +12,7 @@ from torch import Tensor
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import assistant
-from policies.reward_model import Rewards, diverged, ids_to_end, preference_term
+from policies.reward_model import Rewards, diverged, ids_to_end
 from policies.roles import Policy
 from trainer.batch import reads
 from trainer.demonstrations import given_rows
@@ -66,7 +66,7 @@ class PreferenceObjective:
         if len(pair) % 2 or not torch.equal(pair[0::2], pair[1::2]):
             raise ValueError("a micro-batch cuts a pair; raise trainer.micro_batch_tokens")
         chosen, rejected = scores.rewards[0::2], scores.rewards[1::2]  # [P, T]
-        term = preference_term(chosen, rejected).repeat_interleave(2, 0)
+        term = -torch.nn.functional.logsigmoid(chosen - rejected).repeat_interleave(2, 0)
         gap = (chosen - rejected).detach().repeat_interleave(2, 0)
         means = {"preference/accuracy": (gap > 0).float(), "preference/margin": gap}
         return Terms({"preference": term}, means)

@@ -2,8 +2,8 @@
 
 Rows of different lengths are lazy stacks of one container per row: read them with
 `get(key, as_list=True)`, `get(key, as_padded_tensor=True, padding_side=, padding_value=)` or
-`get(key, as_nested_tensor=True, layout=)`; `rows` and `nested` of policies/padding.py read dense
-data and stacks of stacks too. `padded` is one bool, False for lazy stacks. Anything called full,
+`get(key, as_nested_tensor=True, layout=)`; `rows` of policies/padding.py reads dense data and
+stacks of stacks too. `padded` is one bool, False for lazy stacks. Anything called full,
 and every mask, has the shape of `tokens.full`. `to_text`, `to_tokens` and `to_history` give lazy
 stacks of rows. The ids of a rendered history need not be those that were sampled: score ids.
 """
@@ -19,21 +19,9 @@ from policies.chats.chat_template import Renderer
 from policies.chats.history import History
 from policies.chats.messages import PADDING_ROLE, records_of
 from policies.chats.parsing import Format, find_reader
-from policies.specs import Composite, container_spec
+from policies.specs import container_spec
 
 FIELDS = ("prompt", "response", "full")
-
-
-def _default_spec(of: Any) -> Any:
-    """Return the `default_spec` of a container of Histories, texts (str) or values of a dtype."""
-
-    def default_spec(
-        cls: Any, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
-    ) -> Composite:
-        """Return the spec of a batch of `shape` with `keys`, by default the fields to `padded`."""
-        return container_spec(cls, of, shape, keys)
-
-    return classmethod(default_spec)
 
 
 def _share_padded(self: Any) -> None:
@@ -60,7 +48,7 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
     assistant: Tensor | None = None
 
     __post_init__ = _share_padded
-    default_spec = _default_spec(torch.int64)
+    default_spec = container_spec(torch.int64)
 
     def to_text(
         self,
@@ -114,7 +102,7 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
     assistant: Tensor | None = None
 
     __post_init__ = _share_padded
-    default_spec = _default_spec(torch.float32)
+    default_spec = container_spec(torch.float32)
 
 
 class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -135,7 +123,7 @@ class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgument
     all_response_mask: Tensor | None = None
 
     __post_init__ = _share_padded
-    default_spec = _default_spec(torch.bool)
+    default_spec = container_spec(torch.bool)
 
 
 class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -150,7 +138,7 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
     response: History | None = None
     full: History | None = None
 
-    default_spec = _default_spec(History)
+    default_spec = container_spec(History)
 
     def to_tokens(
         self,
@@ -197,7 +185,7 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
     response: str | None = None
     full: str | None = None
 
-    default_spec = _default_spec(str)
+    default_spec = container_spec(str)
 
     def to_tokens(self, tokenizer: Any) -> Tokens:
         """Return the ids of each text as it stands, ragged: no special tokens are added to it."""
@@ -332,8 +320,7 @@ def _replies(read: Any, text: str, prompt: list[dict[str, Any]]) -> list[dict[st
         found = found[1:]  # the template's own
     if len(found) < len(prompt):
         raise RuntimeError(
-            f"parsing lost messages: expected at least {len(prompt)}, got {len(found)} from "
-            f"{text[:80]!r}; name the template that wrote the text"
+            f"expected {len(prompt)} messages or more, got {len(found)}: {text!r:.40}"
         )
     silent = {"role": "assistant", "content": "", "is_complete": False}
     return found[len(prompt) :] or [silent]

@@ -72,8 +72,6 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         if isinstance(text, str):
             found = read(text)
             return found if isinstance(found, cls) else cls.from_chats(found)
-        if not text:
-            raise ValueError("expected a text or a list of texts, got an empty list")
         options = (chat_template_name, chat_template, tokenizer)
         return lazy_stack([cls.from_text(one, *options) for one in text])
 
@@ -92,9 +90,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     def messages(self) -> list[dict[str, Any]]:
         """Return a [T] history as a list of messages, without padding ones; see `chats`."""
         if self.ndim != 1:
-            raise ValueError(
-                f"expected a history of shape [T], got {list(self.shape)}; use chats()"
-            )
+            raise ValueError(f"expected a history [T], got {list(self.shape)}; use chats()")
         return visible(records_of(self))
 
     def chats(self) -> list[list[dict[str, Any]]]:
@@ -195,10 +191,7 @@ def _padded(rows: list[Rendered], tokenizer: Any) -> TensorDictBase:
 def _grown(history: History, new: History, dim: int, *, one: bool) -> History:
     """Return the history and, along `dim`, `new` as one entry or the entries of it."""
     if not -history.ndim <= dim < history.ndim or new.ndim != history.ndim - one:
-        raise RuntimeError(
-            f"expected dim={dim} within {list(history.shape)} and {history.ndim - one} dimensions "
-            f"of the new history, got {list(new.shape)}"
-        )
+        raise RuntimeError(f"expected dim={dim} to fit {list(history.shape)} and {list(new.shape)}")
     dim %= history.ndim
     if history.ndim == 1:
         return _build([*records_of(history), *records_of(new)])

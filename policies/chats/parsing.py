@@ -45,17 +45,13 @@ class Format:
         options = {"add_generation_prompt": add_generation_prompt}
         return render_template(messages, self.template, self.variables, **options)[0]
 
-    def __call__(self, text: str) -> list[Message]:
-        """Return the messages of a text with `is_complete`; ValueError where it does not fit."""
-        return self._parse(text)
-
     def reply(self, text: str) -> list[Message]:
         """Return the messages of what follows a generation prompt, the assistant's first.
 
         If the markup of turns in it does not fit, all of it is the content.
         """
         try:
-            return self._parse(text, reply=True)
+            return self(text, reply=True)
         except ValueError:
             content, complete = self._split_filler(text, reply=True)
             core = self.turns["assistant"].closer.rstrip()
@@ -74,7 +70,11 @@ class Format:
             return text, False
         return text[: found.start()], found[1] == self.variables.get("eos_token")
 
-    def _parse(self, text: str, *, reply: bool = False) -> list[Message]:
+    def __call__(self, text: str, *, reply: bool = False) -> list[Message]:
+        """Return the messages of a text with `is_complete`; ValueError where it does not fit.
+
+        A `reply` begins as if after a generation prompt.
+        """
         body, ended = self._split_filler(text, reply=reply)
         done: list[Message] = []
         place = len(self.start) if body.startswith(self.start) and not reply else 0

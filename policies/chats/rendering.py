@@ -54,10 +54,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(
-                f"expected a fast tokenizer, got {type(tokenizer).__name__}; load it with "
-                "AutoTokenizer.from_pretrained(..., use_fast=True)"
-            )
+            raise ValueError(f"expected a fast tokenizer, got {type(tokenizer).__name__}")
         added = tokenizer.added_tokens_decoder
         self.control = frozenset(i for i, t in added.items() if not t.content.isspace())
         self._whole = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -93,10 +90,7 @@ class Encoder:
         speller, blanks = self._speller
         ids = [blanks.get(i, i) for i in speller.encode(text, add_special_tokens=False).ids]
         if self.find_control(ids):
-            raise ValueError(
-                f"the tokenizer cannot spell out the control token in {text[:60]!r}; remove that "
-                "markup from the data"
-            )
+            raise ValueError(f"expected no control tokens in the data, got them in {text[:60]!r}")
         return ids
 
 
@@ -133,9 +127,7 @@ def render_template(
                 **variables,
             )
     except Exception as error:  # a template may raise any
-        raise ValueError(
-            f"refuses a chat with roles {[m['role'] for m in messages]}: {error}"
-        ) from error
+        raise ValueError(f"refuses a chat of {[m['role'] for m in messages]}: {error}") from error
     texts, spans = rendered
     return texts[0], spans[0] if tagged else []
 
@@ -219,10 +211,7 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
         role, content = message.get("role"), message.get("content")
         silent = content is None and message.get("tool_calls")
         if not isinstance(role, str) or not (isinstance(content, str) or silent):
-            raise ValueError(
-                f"message {i}: expected a role and a content that are str, got role {role!r} and "
-                f"content of type {type(content).__name__}"
-            )
+            raise ValueError(f"message {i}: expected a role and a content, got {message!r:.60}")
         if content and content.encode(errors="ignore").decode() != content:
             raise ValueError(f"message {i}: got lone surrogates in {content[:40]!a}")
     return [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
@@ -330,8 +319,7 @@ class Outlines:
             found = [span for k, span in zip(ids, spans, strict=True) if k in self._encoder.control]
             if found:
                 raise ValueError(
-                    "expected no control tokens outside of contents, got "
-                    f"{other[slice(*found[0])]!r} in message {i}: {other[:100]}"
+                    f"{other[slice(*found[0])]!r} outside of the content of message {i}"
                 )
 
     def control_of(self, pieces: Sequence[Piece]) -> list[int]:

@@ -85,9 +85,7 @@ def with_variables(text: str, variables: Mapping[str, Any]) -> str:
     settings = {m[1]: m[0] for m in re.finditer(SETTING, before)}
     for name, value in variables.items():
         if name in RESERVED or not re.search(rf"(?<![\w.'\"]){re.escape(name)}(?!\w)", text):
-            raise ValueError(
-                f"policy.chat_template_kwargs.{name}: the chat template reads no such variable"
-            )
+            raise ValueError(f"policy.chat_template_kwargs.{name}: unknown to the chat template")
         settings[name] = f"{{%- set {name} = {value!r} %}}\n"  # Jinja reads Python's literals
     return "".join(settings.values()) + text
 

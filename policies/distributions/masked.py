@@ -45,14 +45,12 @@ class MaskedClasses(Categorical):
         indices: Tensor | None = None,
         neg_inf: float = -torch.inf,
         padding_value: int | None = None,
-        validate_args: bool | None = None,
     ) -> None:
         given = self._param = _one_of(logits, probs)
         self.num_samples = self._num_events = given.shape[-1]
         self.neg_inf, self._padding_value, self._fused = neg_inf, padding_value, True
-        super(Categorical, self).__init__(
-            given.shape[:-1], Size([given.shape[-1]] * self._event_dims), validate_args
-        )
+        event = Size([given.shape[-1]] * self._event_dims)
+        super(Categorical, self).__init__(given.shape[:-1], event)
         self._mask, self._classes, keep = mask, None, mask
         if mask is not None:
             check_mask(mask, given.shape)
@@ -284,7 +282,7 @@ class MaskedCategorical(MaskedClasses):
 class OneHotCategorical(_OneHot):
     """Hold a categorical distribution over one-hots [*B, C].
 
-    logits or probs [*B, C], exactly one; `validate_args=False` skips the checks of values.
+    logits or probs [*B, C], exactly one.
 
     >>> OneHotCategorical(torch.tensor([0.0, 2.0, 2.0])).mode  # a tie is one class
     tensor([0, 1, 0])
@@ -295,10 +293,9 @@ class OneHotCategorical(_OneHot):
         logits: Tensor | None = None,
         probs: Tensor | None = None,
         grad_method: ReparamGradientStrategy = ReparamGradientStrategy.PassThrough,
-        validate_args: bool | None = None,
     ) -> None:
         self.grad_method = ReparamGradientStrategy(grad_method)
-        super().__init__(logits, probs, validate_args=validate_args)
+        super().__init__(logits, probs)
 
 
 class MaskedOneHotCategorical(_OneHot, MaskedCategorical):
@@ -331,9 +328,7 @@ def _one_of(logits: Tensor | None, probs: Tensor | None) -> Tensor:
     name, given = ("logits", logits) if probs is None else ("probs", probs)
     assert given is not None
     if not given.is_floating_point() or given.ndim == 0 or given.shape[-1] == 0:
-        raise ValueError(
-            f"expected float {name} [*B, C] with C > 0, got {given.dtype} {tuple(given.shape)}"
-        )
+        raise ValueError(f"expected float {name} [*B, C], got {given.dtype} {tuple(given.shape)}")
     return given
 
 

@@ -69,10 +69,7 @@ def check_mask(mask: Tensor, *shapes: Size) -> None:
     """Raise a ValueError unless a mask is bool and has one of the shapes."""
     if mask.dtype is not torch.bool or mask.shape not in shapes:
         wanted = " or ".join(str(tuple(shape)) for shape in shapes)
-        raise ValueError(
-            f"expected a bool mask (True = valid) of shape {wanted}, got {mask.dtype} "
-            f"{tuple(mask.shape)}; use .bool() or .expand"
-        )
+        raise ValueError(f"expected a bool mask {wanted}, got {mask.dtype} {tuple(mask.shape)}")
 
 
 def upcast(x: Tensor) -> Tensor:

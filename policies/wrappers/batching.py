@@ -43,10 +43,8 @@ class BatchQueue:
 
     def __init__(self, *, min_size: int = 1, max_size: int | None = None, timeout: float = 10.0):
         if min_size < 1 or (max_size is not None and max_size < min_size) or not timeout >= 0:
-            raise ValueError(
-                "expected 1 <= min_batch_size <= max_batch_size and batching_timeout >= 0 s, got "
-                f"{min_size}, {max_size}, {timeout}"
-            )
+            sizes = f"{min_size} to {max_size} rows in {timeout} s"
+            raise ValueError(f"expected 1 <= min_batch_size <= max_batch_size, got {sizes}")
         self.min_size, self.max_size, self.timeout = min_size, max_size, timeout
         self._changed = threading.Condition()
         self._waiting: deque[_Row] = deque()
@@ -70,31 +68,6 @@ class BatchQueue:
                 else:
                     self._changed.wait(None if due else left)
         return [row.result.result() for row in mine]
-
-    def cleanup(self, *, flush: bool = False) -> None:
-        """Empty the queue: with `flush` run what waits, else its callers get a RuntimeError."""
-        with self._changed:
-            while flush and (self._waiting or self._busy):
-                if self._busy:
-                    self._changed.wait()
-                else:
-                    self._run_batch()
-            while self._waiting:
-                error = RuntimeError("the batch queue was emptied before its turn")
-                self._waiting.popleft().result.set_exception(error)
-            self._changed.notify_all()
-
-    def state(self) -> dict[str, Any]:
-        """Return how many rows wait, whether a batch runs, and the settings."""
-        with self._changed:
-            return {
-                "batching_enabled": True,
-                "min_batch_size": self.min_size,
-                "max_batch_size": self.max_size,
-                "timeout": self.timeout,
-                "queue_size": len(self._waiting),
-                "processing": self._busy,
-            }
 
     def _run_batch(self) -> None:
         """Run the next batch with the lock given back for as long as it takes."""

@@ -186,8 +186,7 @@ def _for_generate(more: dict[str, Any], *, log_probs: bool) -> tuple[dict, dict]
     objects = config.update(**more)  # transformers checks its own fields
     if unknown := [name for name in objects if name not in OBJECTS]:
         near = get_close_matches(unknown[0], [*OWN, *OBJECTS, *ALIASES, *vars(config)], 1)
-        hint = f"did you mean {near[0]}?" if near else "see GenerationConfig of transformers"
-        raise ValueError(f"generate_kwargs has an unknown {unknown[0]!r}; {hint}")
+        raise ValueError(f"generate_kwargs has an unknown {unknown[0]!r}; did you mean {near}?")
     return {name: value for name, value in more.items() if name not in objects}, objects
 
 

@@ -66,9 +66,7 @@ class TokenDists:
         **_: Any,
     ) -> None:
         if policy.generate:
-            raise NotImplementedError(
-                "a generating policy has no get_dist; use policy.get_new_version(generate=False)"
-            )
+            raise NotImplementedError("a generating policy; use get_new_version(generate=False)")
         rows = flat(td)
         self.td, self.side, self.out, self.logits_key = td, padding_side, tensordict_out, logits_key
         self.reader: InputReader = policy.reader(rows)
@@ -87,9 +85,7 @@ class TokenDists:
         if mask is None:
             mask = self.reader.mask_at(flat(self.td), place, self.side)
         if mask is None:
-            raise ValueError(
-                f"expected a mask at {place}, found none; assistant masks need input_mode='history'"
-            )
+            raise ValueError(f"expected a mask at {place}, found none; use input_mode='history'")
         return mask
 
     def after_prompt(self, key: NestedKey | None) -> Tensor | None:
@@ -104,10 +100,7 @@ class TokenDists:
         logits = logits.reshape(*self.td.batch_size, *logits.shape[1:])
         shape = logits.shape[:-1]
         if mask.numel() != shape.numel() or mask.shape[-1] != shape[-1]:
-            raise ValueError(
-                f"expected a mask of shape {tuple(shape)}, one entry a token, got "
-                f"{tuple(mask.shape)}"
-            )
+            raise ValueError(f"expected one entry a token, {tuple(shape)}, got {tuple(mask.shape)}")
         mask = mask.bool().reshape(shape)
         return LLMMaskedCategorical(logits=self._shown(logits), mask=mask)
 

@@ -86,10 +86,7 @@ class VLLMEngine(nn.Module):
             raise ValueError(f"expected temperature 0, or 0.01 to 2 with vLLM, got {temperature}")
         plain = {"max_tokens", "stop", "stop_token_ids"}
         if self.mode == "raw_logprobs" and (temperature not in (0, 1) or set(more) - plain):
-            raise ValueError(
-                "this engine returns log-probs of the model's own distribution; use "
-                "vllm.LLM(..., logprobs_mode='processed_logprobs')"
-            )
+            raise ValueError("expected vllm.LLM(..., logprobs_mode='processed_logprobs')")
         make = partial(
             self._asked,
             temperature=temperature,
@@ -196,10 +193,7 @@ class VLLMEngine(nn.Module):
         """Raise where a row and `new` tokens after it are more than the engine's context."""
         longest = max(map(len, rows), default=0)
         if longest + new > self.limit:
-            raise ValueError(
-                f"expected at most {self.limit} tokens (vLLM's max_model_len), got a row of "
-                f"{longest} with {new} to come"
-            )
+            raise ValueError(f"{longest} + {new} tokens exceed vLLM's max_model_len={self.limit}")
 
 
 def _reply(done: Any, prompt_logprobs: Any) -> Reply:

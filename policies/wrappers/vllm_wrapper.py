@@ -87,9 +87,7 @@ class vLLMWrapper(LLMWrapperBase):
         return Sampled(*(part.to(prompts.device) for part in parts))
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
-        raise NotImplementedError(
-            "vLLM returns log-probs of tokens, not distributions; use TransformersWrapper"
-        )
+        raise NotImplementedError("vLLM gives no distributions; use TransformersWrapper")
 
 
 def vllm_beside(

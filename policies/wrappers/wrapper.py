@@ -487,17 +487,6 @@ class LLMWrapperBase(TensorDictModuleBase):
     _get_rlhf_dist = _get_dist_with_assistant_mask
     _get_generic_dist = _get_dist_with_attention_mask
 
-    # The batch queue.
-
-    def cleanup_batching(self, flush: bool = False) -> None:
-        """Empty the batch queue: with `flush` run what waits, else its callers get an error."""
-        if self._batched is not None:
-            self._batched.queue.cleanup(flush=flush)
-
-    def get_batching_state(self) -> dict[str, Any]:
-        """Return the settings of the batch queue and what it holds."""
-        return {"batching_enabled": False} if self._batched is None else self._batched.queue.state()
-
     # The collector, for transforms that ask for the policy behind an env.
 
     def register_collector(self, collector: Any) -> None:
@@ -553,9 +542,7 @@ def _tokenizer_options(kwargs: dict[str, Any], input_mode: str) -> dict[str, Any
     own = ("return_attention_mask", "return_tensors", "padding_side", "padding")
     options = {k: v for k, v in kwargs.items() if k not in own}
     if options and input_mode != "text":
-        raise ValueError(
-            f"tokenizer_kwargs {sorted(options)} are for input_mode='text', got {input_mode!r}"
-        )
+        raise ValueError(f"tokenizer_kwargs {sorted(options)} are for input_mode='text' only")
     return options
 
 

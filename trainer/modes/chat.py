@@ -7,7 +7,6 @@ where training made a token likelier, blue where less likely. Lines come from st
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +15,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from policies import lora
 from policies.random import fold
-from policies.sampler import sample
 from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.modes.run_weights import reference_name, take_weights
@@ -35,7 +32,6 @@ class Talk:
     """One side of the chat: its messages, and their exact ids once it has replied."""
 
     policy: TransformersWrapper
-    scorer: Scorer
     messages: list[dict[str, str]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
 
@@ -53,24 +49,13 @@ class Talk:
         else:
             every = [*self.messages, *new]
             prompt = policy.renderer.render(every, add_generation_prompt=True).ids
-        adapter = nullcontext()
-        if isinstance(self.scorer, lora.AdapterScorer):  # its model is the policy's too
-            adapter = lora.using(self.scorer.model, self.scorer.adapter)
-        with self.scorer.precision(), adapter:
-            drawn = sample(
-                self.scorer.model,
-                torch.tensor([prompt], device=policy.device),
-                streams=stream,
-                stop=policy.stop,
-                max_new_tokens=policy.max_new_tokens,
-                temperature=policy.temperature,
-                filters=policy.limits.filters,
-            )
-        ids = drawn.ids[0].tolist()
-        reply = policy.tokenizer.decode(ids, skip_special_tokens=True)
+        ids = torch.tensor([prompt], device=policy.device)  # [1, T]
+        drawn = policy._draw(ids, torch.ones_like(ids, dtype=torch.bool), stream)
+        said = drawn.ids[0].tolist()
+        reply = policy.tokenizer.decode(said, skip_special_tokens=True)
         self.messages += [*new, {"role": "assistant", "content": reply}]
-        self.ids = prompt + ids
-        return len(ids)
+        self.ids = prompt + said
+        return len(said)
 
 
 @torch.no_grad()
@@ -80,7 +65,7 @@ def log_ratio(talk: Talk, reference: Scorer, length: int) -> list[float]:
     every = torch.ones_like(ids, dtype=torch.bool)
     keep = torch.arange(ids.shape[1], device=ids.device)[None] >= ids.shape[1] - length
     score = {"temperature": talk.policy.temperature or 1.0}
-    ours, theirs = (scorer(ids, every, keep, **score) for scorer in (talk.scorer, reference))
+    ours, theirs = (scorer(ids, every, keep, **score) for scorer in (talk.policy.scorer, reference))
     return (ours.log_probs - theirs.log_probs)[0, -length:].tolist()
 
 
@@ -110,7 +95,7 @@ def chat(
     policy: Any, reference: Scorer, console: Console, lines: Iterable[str], *, seed: int = 0
 ) -> None:
     """Answer each line by both models; print why if one cannot be answered."""
-    talks = [Talk(policy, policy.scorer), Talk(policy, reference)]
+    talks = [Talk(policy), Talk(policy.get_new_version(model=reference))]
     for talk in talks:
         talk.reset()
     for turn, line in enumerate(lines):
@@ -131,7 +116,7 @@ def chat(
 def _reply(ours: Talk, theirs: Talk, text: str, stream: Tensor, console: Console) -> None:
     """Print the replies of both to a message."""
     length = ours.answer(text, stream)
-    ratios = log_ratio(ours, theirs.scorer, length)
+    ratios = log_ratio(ours, theirs.policy.scorer, length)
     shown = Text().append("policy     ", style="bold")
     texts = token_texts(ours.ids[-length:], ours.policy.tokenizer)
     for part, ratio in zip(texts, ratios, strict=True):

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,7 @@ def prepare(config: dict[str, Any], folder: Path, *, compose: Compose) -> None:
 
     The same configuration is not written again.
     """
-
-    def train_first(config: dict[str, Any], folder: Path) -> None:
-        start(config, folder, compose=compose)
+    train_first = partial(start, compose=compose)
 
     def resolve(node: Any) -> Any:  # experiment:<name> may stand anywhere
         if isinstance(node, dict):

@@ -246,7 +246,7 @@ class LLMCollector:
             if hasattr(self.policy, "load_weights"):
                 self.policy.load_weights(state.items())
             else:
-                self.get_policy_model().load_state_dict(state)
+                getattr(self.policy, "model", self.policy).load_state_dict(state)
         if hasattr(self.policy, "version"):
             self.policy.version += 1
         self.increment_version()
@@ -260,18 +260,6 @@ class LLMCollector:
     def policy_version(self) -> int | str | None:
         """Return the version of the policy, None where it is not tracked."""
         return getattr(self.policy_version_tracker, "version", None)
-
-    def get_policy_version(self) -> int | str | None:
-        """Return `policy_version`."""
-        return self.policy_version
-
-    def get_policy_model(self) -> nn.Module:
-        """Return the language model of the policy, or the policy itself when it has none inside."""
-        return getattr(self.policy, "model", self.policy)
-
-    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase | None]) -> None:
-        """Set `postproc`."""
-        self.postproc = postproc
 
 
 def _starts(loader: Iterable[Any], text_key: str) -> Iterator[TensorDictBase]:
@@ -304,10 +292,7 @@ def _as_td(data: Any, text_key: str) -> TensorDictBase:
     if all(isinstance(item, Mapping) and "messages" in item for item in items):
         return td.set("row", NonTensorStack(*[NonTensorData(dict(item)) for item in items]))
     if not all(isinstance(item, Mapping) and text_key in item for item in items):
-        raise TypeError(
-            f"expected TensorDicts, texts, dicts with 'messages' or {text_key!r}, or lists of "
-            f"these from the dataloader, got {items[0]!r:.80}"
-        )
+        raise TypeError(f"expected TensorDicts, texts or dicts with {text_key!r}, got {items[0]!r}")
     for name in sorted(set(items[0]).intersection(*items)):
         td.set(name, NonTensorStack(*[NonTensorData(item[name]) for item in items]))
     return td

@@ -119,9 +119,7 @@ class GRPOLoss(LossModule):
         td = tensordict.reshape(-1) if tensordict.ndim > 1 else tensordict.copy()
         keys, limits = self.tensor_keys, getattr(self.actor_network, "limits", None)
         if limits is not None and (narrowing := limits.unscored()):
-            raise ValueError(
-                f"expected an actor that samples from its whole distribution, got {narrowing}"
-            )
+            raise ValueError(f"expected an actor without filters of its samples, got {narrowing}")
         dist = getattr(self.actor_network, DISTS[self.masking_strategy])(td)
         tokens = require(td, keys.action)  # rlhf writes those of a history
         mask = self._mask(td, dist.mask)
@@ -200,14 +198,8 @@ class GRPOLoss(LossModule):
 class DAPO(GRPOLoss):
     """GRPOLoss under the name of DAPO (arXiv 2503.14476), which clips at (0.2, 0.28)."""
 
-    def __init__(
-        self,
-        actor_network: Any = None,
-        *,
-        clip_epsilon: float | tuple[float, float] = (0.2, 0.28),
-        **settings: Any,
-    ) -> None:
-        super().__init__(actor_network, clip_epsilon=clip_epsilon, **settings)
+    def __init__(self, actor_network: LLMWrapperBase, **settings: Any) -> None:
+        super().__init__(actor_network, **{"clip_epsilon": (0.2, 0.28), **settings})
 
 
 class CISPOLoss(GRPOLoss):

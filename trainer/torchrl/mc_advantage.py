@@ -59,8 +59,7 @@ class MCAdvantage(Transform):
         bounds = keep_return_bounds
         if bounds is not None and (trajectory_return is None or not bounds[0] < bounds[1]):
             raise ValueError(
-                "expected keep_return_bounds (low, high) with low < high and a trajectory_return, "
-                f"got {bounds} and {trajectory_return}"
+                f"keep_return_bounds={bounds}: expected low < high, a trajectory_return"
             )
         super().__init__([prompt_key, rewards_key, done_key], [advantage_key])
         self.grpo_size, self.advantage_key = grpo_size, advantage_key
@@ -90,10 +89,7 @@ class MCAdvantage(Transform):
                 out.append(rows)
                 rows = []
         if rows:
-            raise RuntimeError(
-                f"Expected the trajectory to be done, got {len(rows)} turns that do not end; "
-                "collect with yield_completed_trajectories=True"
-            )
+            raise RuntimeError(f"Expected the trajectory to be done, got {len(rows)} more turns")
         return out
 
     def _prompt(self, row: TensorDictBase) -> Any:
@@ -102,10 +98,7 @@ class MCAdvantage(Transform):
         if isinstance(value, Tensor):
             return tuple(value.flatten().tolist())
         if not isinstance(value, str):
-            raise TypeError(
-                f"expected a text or a tensor at prompt_key {self.prompt_key!r}, got "
-                f"{type(value).__name__}; a ChatEnv writes group_id"
-            )
+            raise TypeError(f"prompt_key: expected a text or a tensor, got {type(value).__name__}")
         return value
 
     def _group(self, trajectories: list[list[TensorDictBase]]) -> list[TensorDictBase]:

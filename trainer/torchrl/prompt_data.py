@@ -80,9 +80,7 @@ class PromptData(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArg
         rows = [_row(table, index, tokenizer) for index in range(len(table.rows))]
         kept = [(ids, size) for ids, size in rows if len(ids) <= max_length]
         if not kept:
-            raise ValueError(
-                f"{table.name}: no row has at most {max_length} tokens; raise block_size"
-            )
+            raise ValueError(f"{table.name}: no row has block_size={max_length} tokens or less")
         if len(kept) < len(rows):
             warnings.warn(
                 f"{table.name}: dropped {len(rows) - len(kept)} of {len(rows)} rows, longer than "

@@ -84,10 +84,7 @@ class SFTLoss(LossModule):
         mask = aligned(out, (masks, "all_assistant_mask"), real, ragged=ragged) & real
         empty = (~mask.any(-1)).nonzero().flatten().tolist()
         if empty:
-            raise ValueError(
-                f"expected assistant tokens in every sample, samples {empty} have none: check the "
-                "chat template's assistant mask"
-            )
+            raise ValueError(f"expected assistant tokens in each sample; samples {empty} have none")
         curr = aligned(out, keys.log_probs, real, ragged=ragged)  # [B, T]
         # What the objective sums over a row's tokens, or its mean over them: weighted log-probs.
         share = mask / (mask.sum(-1, keepdim=True) if self.normalize else 1)  # [B, T]
