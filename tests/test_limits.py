@@ -56,7 +56,7 @@ def efficiencies(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_efficiency_is_the_least_kl_over_what_was_spent(tmp_path, right, capsys):
+def test_efficiency_is_the_least_kl_over_what_was_spent(tmp_path, right):
     """By accuracy, and by reward where nothing is right or wrong."""
     write_limit(write_jobs(tmp_path, right=right), SUCCESS if right else [[0] * 512] * 3)
     found = efficiencies(tmp_path)
@@ -65,7 +65,6 @@ def test_efficiency_is_the_least_kl_over_what_was_spent(tmp_path, right, capsys)
     assert found == {"0.0": "", "9.0": ""}
     picture = tmp_path / "a.svg"  # replies that are there are not sampled again
     assert main([str(tmp_path), "--limit", "512", "--svg", str(picture)]) == 0
-    assert "| KL efficiency | - | 0.49 | - |" in capsys.readouterr().out
     write_status(tmp_path / "kl.coeff=1", state="finished", held_out=100)
     assert efficiencies(tmp_path)["1.0"] == "", "a limit of other rows judges no run"
 

@@ -2,7 +2,6 @@
 
 python -m trainer.reports <run or sweep folder>                 # its page
 python -m trainer.reports <run or sweep folder> --svg run.svg   # only the picture
-python -m trainer.reports <run or sweep folder> --table         # its results, in Markdown
 python -m trainer.reports <run or sweep folder> --limit         # sample its reference first
 python -m trainer.reports outputs                               # the pages of all runs below
 python -m trainer.reports <run> <run or sweep> ...              # compare.html here, of all of them
@@ -16,7 +15,6 @@ from pathlib import Path
 from policies.cache import write_text
 from trainer.reports.frontier import sample_limit
 from trainer.reports.report import run_svg, write_report
-from trainer.reports.sweep_jobs import as_markdown, load_jobs
 from trainer.reports.sweep_page import sweep_svg, write_comparison, write_sweep
 from trainer.runs.find import find_jobs, find_runs
 
@@ -27,7 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folders", type=Path, nargs="+", metavar="folder")
     parser.add_argument("--svg", type=Path, help="write only the main picture to this file")
-    parser.add_argument("--table", action="store_true", help="print the results in Markdown")
     about = "replies of the reference to each held-out prompt, 64 without a number (docs/kl.md)"
     parser.add_argument("--limit", type=int, nargs="?", const=64, metavar="N", help=about)
     try:
@@ -50,11 +47,9 @@ def _run(args: argparse.Namespace) -> None:
         runs += found[0]
         sweeps += found[1]
     one = (runs or sweeps)[0]
-    if len(runs) + len(sweeps) > 1 and (args.svg or args.table or args.limit):
+    if len(runs) + len(sweeps) > 1 and (args.svg or args.limit):
         several = " ".join(map(str, args.folders))
-        raise ValueError(
-            f"--svg, --table and --limit are of one run or sweep, got {several} with several"
-        )
+        raise ValueError(f"--svg and --limit are of one run or sweep, got {several} with several")
     jobs = [job for sweep in sweeps for job in find_jobs(sweep)]
     if len(args.folders) > 1:
         print(write_comparison(list(dict.fromkeys([*runs, *jobs]))))
@@ -62,12 +57,10 @@ def _run(args: argparse.Namespace) -> None:
     if args.limit:
         sample_limit(one, args.limit)
         runs += jobs
-    if args.table or args.limit:
-        print(as_markdown(load_jobs(one)), end="")
     if args.svg:
         write_text(args.svg, sweep_svg(one) if sweeps else run_svg(one))
         print(args.svg)
-    elif not args.table:
+    else:
         for path in [*map(write_report, runs), *map(write_sweep, sweeps)]:
             print(path)
 

@@ -283,26 +283,6 @@ def as_csv(jobs: Sequence[Job]) -> str:
     return text.getvalue()
 
 
-def as_markdown(jobs: Sequence[Job]) -> str:
-    """Return a table of the settings: reward, held-out accuracy and KL, with those of the start."""
-    settings, begun = grouped(jobs), [start(jobs, by) for by in (REWARD, ACCURACY)]
-    before = [f"; before training {short(spot[1])}" if spot else "" for spot in begun]
-    last = f"last {max(job.reached['iterations_averaged'] for job in jobs)} iterations"
-    names = {
-        f"reward ({last}{before[0]})": REWARD,
-        f"sampled held-out accuracy (at the end{before[1]})": ACCURACY,
-        f"KL, nats per reply ({last})": KL,
-        "KL of the held-out replies": HELD_KL,
-        "KL efficiency": EFFICIENCY,
-    }
-    lines = [["", *(setting.name for setting in settings)], ["---"] * (len(settings) + 1)]
-    for name, column in names.items():
-        values = [setting.mean(column) for setting in settings]
-        if any(value is not None for value in values):
-            lines.append([name, *("-" if value is None else f"{value:z.2f}" for value in values)])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
 def task_reward(run: Run) -> str:
     """Name the metric of the task's reward: that without a KL part, where a run has it."""
     return REWARD if run.series(REWARD) else "reward/mean"
