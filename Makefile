@@ -95,7 +95,7 @@ test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment o
 
 FLOORS := $(addprefix tests/test_, batch.py chat_env.py chat_template.py collect.py containers.py \
 	data.py early_stopping.py failures.py kl.py lora.py losses.py models.py \
-	preferences.py rollout_from_model.py runtime.py scorer.py specification.py update.py)
+	rollout_from_model.py runtime.py scorer.py specification.py update.py)
 
 test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual environment of its own
 	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -m "not runs and not gpu and not ray" $(FLOORS) $(ARGS)

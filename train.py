@@ -47,7 +47,8 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
             policy.scorer.critic = policies.Critic(policy.scorer, **critic)
         generator = parts.make_generator(cfg.policy, policy, runtime.folder)
         made = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
-        made |= {"env": parts.make_env(cfg, task, policy), "leash": leash}
+        transforms = parts.make_transforms(cfg)
+        made |= {"env": parts.make_env(cfg, task, policy, transforms.values()), "leash": leash}
         verbs = parts.make_verbs(cfg, **made)
         source = parts.make_source(cfg, verbs.values(), **made)
         advantage = parts.build(algorithm.advantage, algorithm, cfg.trainer, **made)
@@ -87,13 +88,10 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
             enough=parts.make_early_stopping(cfg.trainer),
             inputs=sha256_of_inputs(config),
             parts=trainer.resuming.stateful(
-                config,
-                verbs,
-                source=source,
-                advantage=advantage,
-                objective=objective,
+                {"env.transforms": transforms, "algorithm.after_rollout": verbs},
+                cfg.observers,
+                {"source": source, "advantage": advantage, "objective": objective},
                 task=task,
-                env=made["env"],
                 observers=watching,
             ),
             observers=watching,

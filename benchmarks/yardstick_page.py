@@ -11,8 +11,7 @@ from typing import Any
 import psutil
 
 from benchmarks.measure import markdown
-from trainer.limit import Limit
-from trainer.metric_names import ACCURACY, HELD_KL
+from trainer.limit import ACCURACY, HELD_KL, Limit
 from trainer.reports.chart import CSS, Series, line_chart
 
 LIBRARIES = ("leash", "TRL")

@@ -138,13 +138,18 @@ def make_generator(node: Section, policy: Any, folder: Path) -> Any:
     return vllm_beside(policy, share=folder / ".engine", **_plain(node["vllm"]))
 
 
-def make_env(cfg: DictConfig, task: Any, policy: Any) -> Any:
-    """Return the chats over a task, seen through the transforms of `env` in their order."""
+def make_transforms(cfg: DictConfig) -> dict[str, Any]:
+    """Return the transforms of `env` by their names."""
+    nodes = ((name, node) for name, node in cfg.env.transforms.items() if node is not None)
+    return {name: build({"_convert_": "all", **node}) for name, node in nodes}
+
+
+def make_env(cfg: DictConfig, task: Any, policy: Any, transforms: Iterable[Any]) -> Any:
+    """Return the chats over a task, seen through transforms in their order."""
     sizes = {"group_size": cfg.algorithm.group_size, "max_turns": cfg.env.max_turns}
     env = find_target("envs.ChatEnv")(task, system_prompt=policy.system_prompt, **sizes)
-    for node in cfg.env.transforms.values():
-        if node is not None:
-            env = env.append_transform(build({"_convert_": "all", **node}))
+    for transform in transforms:
+        env = env.append_transform(transform)
     return env
 
 

@@ -165,7 +165,8 @@ def _parts(cfg: Config) -> Iterator[str]:
     """Yield what is wrong with nodes by name."""
     env, verbs = cfg["env"], cfg["algorithm"]["after_rollout"]
     named = {f"env.{key}": env[key] for key in ("transforms", "rewards")}
-    for where, nodes in {**named, "algorithm.after_rollout": verbs or {}}.items():
+    named |= {"algorithm.after_rollout": verbs or {}, "observers": cfg["observers"]}
+    for where, nodes in named.items():
         for name, node in nodes.items():
             if node is not None and not (isinstance(node, dict) and "_target_" in node):
                 yield f"expected {where}.{name} to be {{_target_: <class>}}, got {node!r:.80}"

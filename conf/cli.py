@@ -18,9 +18,8 @@ from trainer.reports.sweep_jobs import PLAN
 from trainer.runs.failures import TRACEBACKS, complain, say
 from trainer.runs.find import nothing_left
 from trainer.runs.folders import ASIDE, is_main_rank, quoted
-from trainer.runs.gpus import reserved_gpus
 from trainer.runs.launch import STOPPED, Interrupted, prepare, start, worker_command
-from trainer.runs.lock import held
+from trainer.runs.lock import held, reserved_gpus
 from trainer.runs.run_files import read_status, read_yaml
 from trainer.runs.run_log import run_log
 

@@ -24,7 +24,7 @@ from policies.cache import write_text
 from trainer.runs.folders import ASIDE, is_main_rank, unique_folder
 from trainer.runs.redact import is_secret, redact
 
-FAULTS = (HydraException, OmegaConfBaseException)
+FAULTS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
 def compose(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
@@ -103,6 +103,8 @@ def hide_secrets(folder: Path) -> None:
 def explain(error: Exception) -> str:
     """Return the line on a fault that Hydra or OmegaConf found in words or in a file."""
     text = str(error)
+    if isinstance(error, yaml.YAMLError):
+        return " ".join(text.split())
     if isinstance(error, MissingConfigException):
         return missing_file(*str(error.missing_cfg_file).rpartition("/")[::2])
     if isinstance(error, OverrideParseException):

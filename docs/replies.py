@@ -10,8 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.limit import FILE, Limit, read_limit
-from trainer.metric_names import HELD_KL, HELD_REWARD
+from trainer.limit import FILE, HELD_KL, HELD_REWARD, Limit, read_limit
 from trainer.reports.sweep_jobs import efficiency
 from trainer.runs.find import find_jobs
 from trainer.runs.run_files import Run, load_run, read_lines

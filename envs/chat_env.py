@@ -8,7 +8,7 @@ Left out on purpose: data loading in a Ray actor, and primers (the rows say what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from pathlib import Path
@@ -33,7 +33,6 @@ from envs.chat_io import (
 )
 from envs.data import is_file, load_table
 from envs.env import EnvBase, TransformedEnv
-from envs.loader_rows import endless
 from envs.rewards.validate import rewards_of
 from envs.tasks.task import Reply, Reward, Task
 from envs.transforms.tokenizer import IncrementalTokenizer
@@ -441,3 +440,40 @@ def _batch_size(batch_size: int | Sequence[int] | None, group_size: int) -> torc
             f"{tuple(size)}; flatten more dimensions"
         )
     return size
+
+
+def endless(loader: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a loader, epoch after epoch."""
+    while True:
+        count = 0
+        for item in loader:
+            for row in _rows(item):
+                count += 1
+                yield row
+        if not count:
+            raise ValueError(
+                "expected a dataloader that can be read again and has rows, got no row; a "
+                "generator is empty after one epoch"
+            )
+
+
+def _rows(item: Any) -> list[dict[str, Any]]:
+    """Return the rows of what a dataloader gives: a TensorDict, a dict, or a list of dicts."""
+    if isinstance(item, TensorDictBase):
+        parts = [item] if item.ndim == 0 else item.unbind(0)
+        return [{name: part[name] for name in part.keys()} for part in parts]  # noqa: SIM118
+    if isinstance(item, Mapping):
+        if not all(map(_is_column, item.values())):
+            return [dict(item)]
+        columns = zip(*item.values(), strict=True)
+        return [dict(zip(item, values, strict=True)) for values in columns]
+    if isinstance(item, list) and all(isinstance(row, Mapping) for row in item):
+        return [dict(row) for row in item]
+    raise TypeError(
+        "expected rows as a TensorDict, a dict of columns or a list of dicts, got "
+        f"{type(item).__name__}; give a collate_fn that makes them"
+    )
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.ndim > 0)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+TEXTS = (".json", ".jinja", ".txt", ".model")  # of a model folder: not its weights
 INPUTS = ("dataset", "eval_dataset", "chat_template", "model", "reward_model")
 
 
@@ -66,17 +67,17 @@ def sha256_of_inputs(node: Any, path: str = "") -> dict[str, str]:
             spec = find_spec(value.rpartition(".")[0])
             if spec and spec.origin and Path(spec.origin).is_file():
                 out[key] = sha256_file(Path(spec.origin))
-        elif name in INPUTS and isinstance(value, str) and os.path.exists(value):
-            skipped = ".safetensors" if key == "policy.model" else "none"
-            out[key] = _sha256_of_path(Path(value), skipped)
+        elif name in INPUTS and os.path.exists(at := os.path.expanduser(str(value))):
+            out[key] = _sha256_of_path(Path(at), TEXTS if key == "policy.model" else None)
     return out
 
 
-def _sha256_of_path(path: Path, skipped: str) -> str:
+def _sha256_of_path(path: Path, suffixes: Sequence[str] | None) -> str:
     """Return the sha256 of a file, or over the names and files of a folder."""
     if path.is_file():
         return sha256_file(path)
-    files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix != skipped)
+    files = sorted(p for p in path.rglob("*") if p.is_file())
+    files = [p for p in files if suffixes is None or p.suffix in suffixes]
     each = [f"{p.relative_to(path)} {sha256_file(p)}" for p in files]
     return hashlib.sha256("\n".join(each).encode()).hexdigest()
 

@@ -17,10 +17,9 @@ from conf.compose import compose_checked, compose_experiment
 from envs.rewards.trl_function import hold
 from trainer.runs.experiment_models import cache_folder, resolve_experiment
 from trainer.runs.folders import unique_folder
-from trainer.runs.gpus import reserved_gpus
 from trainer.runs.launch import run
 from trainer.runs.launch import start as start_run
-from trainer.runs.lock import held, held_by_rank, is_free
+from trainer.runs.lock import held, held_by_rank, is_free, reserved_gpus
 from trainer.runs.run_files import read_status
 
 WORKER = """

@@ -1,6 +1,8 @@
 """Parts of a user's own: their state survives a resume, their files are compared, they watch."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from conf.compose import compose_checked
 from envs.rewards.functions import RewardFunction
 from envs.transforms import Transform
 from policies.cache import sha256_of_inputs
+from trainer.early_stopping import Stopped
 from trainer.objectives import GRPOObjective
 from trainer.observer import Observer
 
@@ -22,19 +25,22 @@ class Counted:
     count = 0
 
     def state_dict(self):
-        return {"count": self.count, "tensors": [torch.tensor(self.count)]}
+        return {"count": self.count, "tensor": torch.tensor(self.count)}
 
     def load_state_dict(self, state):
-        assert state["tensors"] == [torch.tensor(state["count"])]
+        assert state["tensor"] == torch.tensor(state["count"])
         self.count = state["count"]
 
 
 class Verb(Counted):
-    crash_at = 0
+    crash_at, error = 0, AssertionError
 
     def __call__(self, batch):
         self.count += 1
-        assert self.count != self.crash_at
+        if self.count == self.crash_at and self.error is Stopped:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self.count == self.crash_at:
+            raise self.error
         counts = torch.full(batch["loss_mask"].shape, float(self.count))
         return batch.set(("logged", "policy/own_verb"), counts)
 
@@ -89,9 +95,12 @@ def test_parts_of_a_users_own_resume_to_the_bit(tmp_path, cache, monkeypatch):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     config = compose_checked(OWN)
     script.train(OmegaConf.create(config), straight)
-    monkeypatch.setattr(Verb, "crash_at", 3)
-    with pytest.raises(AssertionError):
-        script.train(OmegaConf.create(config), broken)
+    for at, error in ((3, AssertionError), (4, Stopped)):  # a crash, then a signal
+        monkeypatch.setattr(Verb, "crash_at", at)
+        monkeypatch.setattr(Verb, "error", error)
+        with pytest.raises(error):
+            script.train(OmegaConf.create(config), broken)
+        config["resume"] = str(broken)
     monkeypatch.setattr(Verb, "crash_at", 0)
     script.train(OmegaConf.create(config | {"resume": str(broken)}), broken)
     assert metrics(broken) == metrics(straight)

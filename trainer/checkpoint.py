@@ -89,8 +89,8 @@ class Checkpoints:
             if moved := self.reference.state_dict():
                 save_file(moved, part / REFERENCE)
             save_file(moments, part / "optimizer.safetensors")
-            tensors: dict[str, Tensor] = {}
-            content = {"format": FORMAT, "iteration": iteration, **_without(tensors, state)}
+            plain, tensors = split_tensors(state.get("parts", {}))
+            content = {"format": FORMAT, "iteration": iteration, **state, "parts": plain}
             if tensors:
                 save_file(tensors, part / PARTS)
             (part / "state.json").write_text(json.dumps(content, indent=1))
@@ -153,8 +153,11 @@ class Checkpoints:
                 self.optimizer.state[param] = state
         state = json.loads((folder / "state.json").read_text())
         self.last = state["iteration"]
-        path = folder / PARTS
-        return _with(load_file(path), state) if path.is_file() else state
+        if (path := folder / PARTS).is_file():
+            for key, value in load_file(path).items():
+                name, _, own = key.partition("/")
+                state["parts"][name][own] = value
+        return state
 
     def restore_weights(self, folder: Path, *, critic: bool = False) -> None:
         """Load policy and reference from a checkpoint, the policy also from a finished run."""
@@ -180,25 +183,22 @@ class Checkpoints:
                 discard(folder)
 
 
-def _without(tensors: dict[str, Tensor], state: Any, path: str = "") -> Any:
-    """Return a state with a name in place of each tensor, and put the tensors under these names."""
-    if isinstance(state, Tensor):
-        tensors[path] = state.detach().cpu().clone().contiguous()
-        return {"tensor": path}
-    if isinstance(state, dict):
-        return {key: _without(tensors, value, f"{path}/{key}") for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [_without(tensors, value, f"{path}/{i}") for i, value in enumerate(state)]
-    return state
+def split_tensors(parts: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the states of parts without tensors, and the tensors by <part>/<key>.
 
-
-def _with(tensors: dict[str, Tensor], state: Any) -> Any:
-    """Return a state with its tensors, the inverse of `_without`."""
-    if isinstance(state, dict):
-        if state.keys() == {"tensor"} and state["tensor"] in tensors:
-            return tensors[state["tensor"]]
-        return {key: _with(tensors, value) for key, value in state.items()}
-    return [_with(tensors, value) for value in state] if isinstance(state, list) else state
+    TypeError for a state that JSON does not give back as it is.
+    """
+    plain, tensors = {}, {}
+    for name, state in parts.items():
+        own = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        tensors |= {
+            f"{name}/{key}": v.detach().cpu().clone().contiguous() for key, v in own.items()
+        }
+        plain[name] = {key: value for key, value in state.items() if key not in own}
+        if json.loads(json.dumps(plain[name], default=str)) != plain[name]:
+            kinds = "tensors, numbers, texts, lists and dicts with texts as keys"
+            raise TypeError(f"{name}.state_dict(): expected {kinds}, got {plain[name]!r:.200}")
+    return plain, tensors
 
 
 def saved_in(folder: Path) -> list[Path]:

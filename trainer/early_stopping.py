@@ -3,7 +3,7 @@
 Torch-free: the parent imports it too.
 """
 
-import re
+import math
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,11 +31,14 @@ def read_rule(text: str) -> tuple[str, float]:
     >>> read_rule("eval/sampled_accuracy 0.9")
     ('eval/sampled_accuracy', 0.9)
     """
-    found = re.fullmatch(r"(\S+/\S+)\s+(-?[\d.]+(?:e[-+]?\d+)?)", text)
-    if found is None:
+    try:
+        name, value = text.split()
+        if "/" in name and math.isfinite(number := float(value)):
+            return name, number
+        raise ValueError
+    except ValueError:
         example = "'eval/sampled_accuracy 0.9', a metric and a value"
-        raise ValueError(f"expected trainer.stop_at={example}, got {text}")
-    return found[1], float(found[2])
+        raise ValueError(f"expected trainer.stop_at={example}, got {text}") from None
 
 
 @dataclass

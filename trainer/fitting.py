@@ -8,6 +8,7 @@ rendered. The generator checks what is not known yet: rows made on demand, and l
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from random import Random
 from typing import Any
 
 from envs.data import LazyRows
@@ -78,9 +79,10 @@ def fit_rows(loop: Trainer) -> list[str]:
         listed = isinstance(rows, list | tuple) or getattr(rows, "listed", False)
         if not listed or not rows:
             continue
-        tried = rows[:: -(-len(rows) // SAMPLE)]
+        some = Random(0).sample(range(len(rows)), min(SAMPLE, len(rows)))
+        tried = [rows[i] for i in some]
         sizes = fit.too_long(tried)
-        if len(sizes) < len(tried) < len(rows):  # else the others need not be rendered
+        if len(sizes) < len(tried):  # else the others need not be rendered
             tried, sizes = rows, fit.too_long(rows)
         if not sizes:
             continue

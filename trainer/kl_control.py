@@ -56,6 +56,8 @@ def faults_of(kl: Mapping[str, Any], *, replies: int) -> Iterator[str]:
             yield f"{what}; give kl.controller={owners[0]}, or leave kl.{key} out"
     if steers in FOLLOWS and not kl["measure"]:
         yield f"kl.controller={steers} follows the measured KL; set kl.measure=true"
+    if steers == "adaptive" and kl["coeff"] == 0:
+        yield f"kl.controller={steers} multiplies kl.coeff, which stays 0; start from kl.coeff=0.01"
     if steers == "adaptive" and kl["horizon"] <= MAX_ERROR * replies:
         least = f"{MAX_ERROR * replies:g}, a fifth of an iteration's {replies} replies"
         yield f"expected kl.horizon > {least}, got {kl['horizon']:g}"
@@ -73,6 +75,10 @@ class KLControllerBase:
     k3_share = 0.0  # of the KL that it follows; the rest is k1
 
     def __init__(self, coeff: float, *, model: Any = None) -> None:
+        if not 0 <= coeff < math.inf:
+            raise ValueError(f"expected a finite KL coefficient >= 0, got {coeff}")
+        if model is not None and not hasattr(model, "kl_coef"):
+            raise AttributeError(f"expected a model with kl_coef, {type(model).__name__} has none")
         self.model = model
         self._set(float(coeff))
 

@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
-
+ACCURACY, HELD_REWARD, HELD_KL = "eval/sampled_accuracy", "eval/reward", "eval/kl_ref_sequence"
 FILE = "limit.json"  # of a run or a sweep: samples of the reference
 Array = NDArray[np.float64]
 BENDS = 80  # points of a curve

@@ -219,4 +219,6 @@ def _above(reward: Tensor, kept: Tensor, baseline: str, credit: str) -> Tensor:
     expected = BASELINES[baseline](total.view_as(kept), kept).reshape(-1, 1)
     if credit == "return_to_go":
         total = reward.flip(-1).cumsum(-1).flip(-1)  # [B, T]
+    elif credit != "trajectory":
+        raise ValueError(f"expected credit trajectory or return_to_go, got {credit!r}")
     return total - expected

@@ -21,11 +21,11 @@ def restore_run(loop: Any) -> None:
     """Restore the newest checkpoint that verifies; without any, begin at the start."""
     newest, text = loop.checkpoints.newest(), "from iteration 0, there is no checkpoint"
     if newest is not None:
-        try:
-            _restore(loop, loop.checkpoints.restore(newest))
-        except KeyError as lost:
-            fault = f"its state.json has no {lost}; move it away"
-            raise ValueError(f"{newest} is damaged: {fault}") from lost
+        state = loop.checkpoints.restore(newest)
+        if lost := {"reference", "inputs", "update", "kl", "parts"} - state.keys():
+            fault = f"its state.json has no {min(lost)!r}; move it away"
+            raise ValueError(f"{newest} is damaged: {fault}")
+        _restore(loop, state)
         text = f"from iteration {loop.progress.iteration}"
         if skipped := loop.checkpoints.skipped:
             text += f", skipped damaged {', '.join(skipped)}"
@@ -69,24 +69,22 @@ def _restore(loop: Any, state: dict[str, Any]) -> None:
 
 
 def stateful(
-    config: Mapping[str, Any],
-    verbs: Mapping[str, Any],
+    named: Mapping[str, Mapping[str, Any]],
+    observed: Mapping[str, Any],
+    algorithm: Mapping[str, Any],
     *,
     task: Any,
-    env: Any,
     observers: Any,
-    **algorithm: Any,
 ) -> dict[str, Any]:
-    """Return the parts that have state_dict() and load_state_dict(), by their keys in `config`."""
-    named = {"env.task": getattr(task, "task", task)}
-    named |= {f"env.rewards.{name}": r for name, r in getattr(task, "functions", {}).items()}
-    named |= {f"algorithm.{name}": part for name, part in algorithm.items()}
-    named |= {f"algorithm.after_rollout.{name}": verb for name, verb in verbs.items()}
-    if names := [name for name, node in config["env"]["transforms"].items() if node]:
-        each = env.transform.transforms if len(names) > 1 else [env.transform]
-        named |= {f"env.transforms.{name}": t for name, t in zip(names, each, strict=True)}
-    names = [name for name, node in config["observers"].items() if node]
-    own = zip(names, getattr(observers, "each", ()), strict=False)
-    named |= {f"observers.{name}": observer for name, observer in own}
+    """Return the parts that have state_dict() and load_state_dict(), by their configuration keys.
+
+    `named`: parts by name, by section; `observed`: the nodes of `observers`, the first of its
+    `each`; `algorithm`: the parts of that section.
+    """
+    own = zip([k for k, v in observed.items() if v], getattr(observers, "each", ()), strict=False)
+    sections = {**named, "algorithm": algorithm, "observers": dict(own)}
+    sections["env.rewards"] = getattr(task, "functions", {})
+    found = {f"{key}.{name}": part for key, each in sections.items() for name, part in each.items()}
+    found["env.task"] = getattr(task, "task", task)
     both = ("state_dict", "load_state_dict")
-    return {key: part for key, part in named.items() if all(hasattr(part, name) for name in both)}
+    return {key: part for key, part in found.items() if all(hasattr(part, name) for name in both)}

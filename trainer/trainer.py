@@ -17,6 +17,7 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +110,7 @@ class Trainer:
 
     def _batch(self, i: int, clock: "Clock") -> TensorDictBase:
         """Return the iteration's batch with its KL; a stop up to here leaves the weights alone."""
+        parts = self._states()
         try:
             self.runtime.at("collect")
             with self.runtime.stoppable():
@@ -119,8 +121,8 @@ class Trainer:
                 batch = self.retrieve_kl(batch)
                 clock.lap("score")
                 self.runtime.check_stop()
-        except Stopped:
-            self._save()
+        except Stopped:  # the resumed run plays this iteration again
+            self._save(parts)
             raise
         return batch
 
@@ -169,7 +171,7 @@ class Trainer:
 
     def _evaluate(self, metrics: dict[str, float], *, kind: str) -> None:
         """Evaluate, log and show sample replies."""
-        iteration = self.progress.iteration
+        iteration, parts = self.progress.iteration, self._states()
 
         def tell(share: float, what: str = f"evaluating {self.evaluate.about}") -> None:
             self.runtime.at("evaluate", share)
@@ -183,7 +185,7 @@ class Trainer:
             if iteration:
                 self.progress.unevaluated = metrics
                 self._write(metrics)
-                self._save()
+                self._save(parts)
             raise
         self.progress.unevaluated = None
         self._judge(scores)
@@ -216,10 +218,14 @@ class Trainer:
         self.runtime.write_status(iteration=self.progress.iteration)
         self.observers.log(metrics, self.progress.iteration)
 
-    def _save(self) -> None:
-        """Save now, if this run keeps checkpoints."""
+    def _states(self) -> dict[str, Any]:
+        """Return a copy of the state of each part that has one."""
+        return deepcopy({name: part.state_dict() for name, part in self.parts.items()})
+
+    def _save(self, parts: dict[str, Any]) -> None:
+        """Save now, if this run keeps checkpoints, with an earlier state of the parts."""
         if self.checkpoints.every and self.progress.iteration:
-            self.checkpoints.save(self.progress.iteration, self.state_dict())
+            self.checkpoints.save(self.progress.iteration, self.state_dict() | {"parts": parts})
 
     def _finish(self) -> float:
         """Write the final model and the report; return the objective."""
@@ -255,7 +261,7 @@ class Trainer:
             "version": self.policy.version,
             "reference": self.retrieve_kl.sha256,  # a resumed run must have the same,
             "inputs": self.inputs,  # and the same rows, templates and code
-            "parts": {name: part.state_dict() for name, part in self.parts.items()},
+            "parts": self._states(),
             **({"enough": self.enough.state_dict()} if self.enough else {}),
         }
 

@@ -139,4 +139,6 @@ class MATHRewardParser(RewardParser):
 def _added(old: Tensor | None, new: Tensor) -> Tensor:
     if old is None:
         return new
+    if old.shape != new.shape:  # a reward of single tokens would be paid on each
+        raise ValueError(f"expected a reward of shape {[*new.shape]}, got {[*old.shape]}")
     return old | new if new.dtype == torch.bool else old + new

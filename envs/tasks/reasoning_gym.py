@@ -4,7 +4,6 @@ Rows are generated when they are asked for; replies are judged by the dataset's 
 a process of its own, because some of them evaluate what a reply says.
 """
 
-import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +26,10 @@ RIGHT = 1 - 1e-6
 class ReasoningGym(Task):
     """Questions of the dataset `name`, rewarded by its score, from 0 to 1; 1 is right.
 
-    `config`: the dataset's own settings, e.g. {"min_terms": 2}; `level`: of its curriculum, for all
-    of its attributes or by name, {"num_digits": 2}. `config` has the last word. `num_rows` train
-    rows are a function of `seed`; the eval rows come from seeds of their own and do not depend on
-    it, and no train row has the question of one. `instruction` stands below each question. The
-    answer is what stands in the last <answer>, else all that is outside of <think>. `timeout`
-    (seconds) is for judging one reply.
+    `config`: the dataset's own settings, e.g. {"min_terms": 2}. `num_rows` train rows are a
+    function of `seed`; the eval rows have seeds of their own, and no train row has their question.
+    `instruction` stands below each question. The answer is what stands in the last <answer>, else
+    all that is outside of <think>. `timeout` (seconds) is for judging one reply.
     """
 
     def __init__(
@@ -40,7 +37,6 @@ class ReasoningGym(Task):
         name: str,
         *,
         config: Mapping[str, Any] | None = None,
-        level: int | Mapping[str, int] | None = None,
         num_rows: int = 10_000,
         eval_rows: int = 100,
         seed: int = 0,
@@ -48,7 +44,7 @@ class ReasoningGym(Task):
         timeout: float = 10.0,
     ) -> None:
         self.name, self.instruction = name, instruction
-        settings = (name, dict(config or {}), level)
+        settings = (name, dict(config or {}))
         self._train_set = make_dataset(*settings, size=num_rows, seed=seed * num_rows % (1 << 30))
         self._eval_set = make_dataset(*settings, size=eval_rows, seed=EVAL_SEED)
         self._train = LazyRows(self.train_row, range(num_rows), listed=False)
@@ -114,32 +110,15 @@ class ReasoningGym(Task):
         return {row["entry"]["question"] for row in self._eval}
 
 
-def make_dataset(
-    name: str,
-    config: Mapping[str, Any],
-    level: int | Mapping[str, int] | None,
-    *,
-    size: int,
-    seed: int,
-) -> Any:
+def make_dataset(name: str, config: Mapping[str, Any], *, size: int, seed: int) -> Any:
     """Return a dataset of the library; ValueError for a name or a setting that it does not have."""
-    factory, config = _library().factory, {**config, "seed": seed, "size": size}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if level is None:
-                return factory.create_dataset(name, **config)
-            curriculum = factory.create_curriculum(name)
-            if isinstance(level, int):
-                curriculum.set_global_level(level)
-            else:
-                for attribute, value in level.items():
-                    curriculum.set_attr_level(attribute, value)
-            settings = dataclasses.replace(curriculum.generate_configuration(), **config)
-            return factory.DATASETS[name][0](settings)
+            return _library().create_dataset(name, **{**config, "seed": seed, "size": size})
     except (AssertionError, TypeError, ValueError, KeyError) as error:
         raise ValueError(
-            f"reasoning-gym, {name}: {error}; change env.task.name, config or level"
+            f"reasoning-gym, {name}: {error}; change env.task.name or env.task.config"
         ) from error
 
 

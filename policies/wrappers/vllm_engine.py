@@ -71,6 +71,8 @@ class VLLMEngine(nn.Module):
             config=about.hf_config,
             generation_config=GenerationConfig(**about.try_get_generation_config()),
         )
+        if self.mode not in ("raw_logprobs", "processed_logprobs"):
+            raise ValueError(f"expected logprobs_mode='processed_logprobs', got {self.mode!r}")
 
     def _keep(self, *, about: str, **facts: Any) -> None:
         """Keep what is known of the engine's model as attributes."""

@@ -109,6 +109,9 @@ def vllm_beside(
     folder, dtype = policy.found.folder, dtype or str(computes).removeprefix("torch.")
     adapter = adapter_config(policy.model) if has_adapter(policy.model) else None
     if url is None:
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if policy.device.type == "cuda" and several and torch.distributed.get_world_size() > 1:
+            raise ValueError("several ranks on GPUs need policy.vllm.url: vLLM takes the first GPU")
         lora = lora_options(adapter, policy.model.config.architectures) if adapter else {}
         made = load_engine(folder, dtype=dtype, **lora, **engine)
         made.adapter = adapter if lora else None

@@ -17,8 +17,17 @@ from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from trainer.limit import FILE, Curve, Limit, best_of, most_kl_of_best_of, read_limit
-from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
+from trainer.limit import (
+    ACCURACY,
+    FILE,
+    HELD_KL,
+    HELD_REWARD,
+    Curve,
+    Limit,
+    best_of,
+    most_kl_of_best_of,
+    read_limit,
+)
 from trainer.reports.chart import Axis, Box, Chart, text_width
 from trainer.reports.summary import hydra_path
 from trainer.reports.sweep_jobs import (

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from trainer.metric_names import ACCURACY, HELD_KL
+from trainer.limit import ACCURACY, HELD_KL
 from trainer.reports import frontier, panels, summary
 from trainer.reports.chart import standalone
 from trainer.reports.formats import duration, leaves

@@ -7,24 +7,24 @@ differ in the seed alone are one setting.
 
 import csv
 import io
+import json
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trainer.limit import FILE, Limit, read_limit
-from trainer.metric_names import ACCURACY, HELD_KL, HELD_REWARD
+from trainer.limit import ACCURACY, FILE, HELD_KL, HELD_REWARD, Limit, read_limit
 from trainer.reports.formats import leaves, nats, one_line, short
 from trainer.reports.summary import hydra_path, repeat_command
 from trainer.runs.find import find_jobs
 from trainer.runs.folders import script
 from trainer.runs.lock import is_free
 from trainer.runs.redact import redact, redact_text
-from trainer.runs.run_files import PLACES, Run, is_sweep, load_run, number, read_yaml
+from trainer.runs.run_files import PLACES, Run, dig, is_sweep, load_run, number, read_yaml
 
 PLAN = "sweep.json"  # its words, the folders of its jobs, and whether the sweep has ended
 OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
@@ -163,11 +163,13 @@ def gather(folders: Sequence[Path]) -> Sweep:
     names = [folder.resolve().name for folder in folders]
     names = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
     jobs = [_job(load_run(f), name) for f, name in zip(folders, names, strict=True)]
+    wholes = [dict(leaves(redact(job.run.config))) | job.overrides for job in jobs]
+    keys = dict.fromkeys(key for job in jobs for key in job.overrides)
+    differ = [key for key in keys if len({str(whole.get(key, "-")) for whole in wholes}) > 1]
     gathered = []
-    for job in jobs:
-        whole = dict(leaves(redact(job.run.config))) | job.overrides
-        told = {key: str(whole.get(key, "-")) for key in varying(jobs)}
-        gathered.append(replace(job, overrides={}, reached=told | job.reached))
+    for job, whole in zip(jobs, wholes, strict=True):
+        values = {key: str(whole.get(key, "-")) for key in differ}
+        gathered.append(replace(job, overrides={}, reached=values | job.reached))
     return Sweep(Path(), gathered)
 
 
@@ -197,11 +199,7 @@ def _job(run: Run, name: str) -> Job:
 
 def varying(jobs: Sequence[Job]) -> list[str]:
     """List the keys in which the jobs differ, as far as they have them: one may not have begun."""
-    return _differing(job.overrides for job in jobs)
-
-
-def _differing(overrides: Iterable[Mapping[str, str]]) -> list[str]:
-    pairs = dict.fromkeys(pair for each in overrides for pair in each.items())
+    pairs = dict.fromkeys(pair for job in jobs for pair in job.overrides.items())
     return [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
 
 
@@ -219,8 +217,13 @@ def grouped(jobs: Sequence[Job]) -> list[Setting]:
 
 def comparable(jobs: Sequence[Job]) -> bool:
     """Return whether all jobs start from one model and are judged on one task in one way."""
-    other = ("experiment", "policy.", "env.", "eval.", "kl.reference", "kl.refresh_every")
-    return not any(key.startswith(other) for key in _differing(job.run.overrides for job in jobs))
+    keys = ("policy", "env", "eval", "kl.reference", "kl.refresh_every")
+    runs = [job.run for job in jobs if job.run.metrics]
+    seen = {
+        json.dumps([run.experiment, *(dig(run.config, *key.split(".")) for key in keys)])
+        for run in runs
+    }
+    return len(seen) <= 1
 
 
 def start(jobs: Sequence[Job], by: str) -> tuple[float, float] | None:

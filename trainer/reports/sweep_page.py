@@ -10,8 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from policies.cache import write_text
-from trainer.limit import Limit
-from trainer.metric_names import ACCURACY, HELD_REWARD
+from trainer.limit import ACCURACY, HELD_REWARD, Limit
 from trainer.reports.chart import Series, line_chart, standalone
 from trainer.reports.formats import duration
 from trainer.reports.frontier import AVERAGED, frontier

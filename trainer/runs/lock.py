@@ -1,14 +1,16 @@
-"""One run at a time in a run folder, by file locks. Torch-free.
+"""One run at a time in a run folder and on a GPU, by file locks. Torch-free.
 
 Who starts a run holds `.lock` until the run is over. Rank 0 holds `.lock.rank0`: it outlives a
 launcher that was killed, until its next safe point.
 """
 
+import os
+import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from filelock import BaseFileLock, FileLock
+from filelock import BaseFileLock, FileLock, Timeout
 
 from trainer.runs.folders import is_main_rank
 
@@ -50,3 +52,32 @@ def is_free(folder: Path) -> bool:
     except OSError:  # held, or not ours to look at
         return False
     return folder / FILE in locks
+
+
+@contextmanager
+def reserved_gpus(count: int) -> Iterator[None]:
+    """Keep `count` GPUs, or all there are, to this process; wait until they are free."""
+    before, named = os.environ.copy(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        gpus = [str(k) for k, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+    else:
+        gpus = [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
+    if not (count := min(count, len(gpus))):
+        yield
+        return
+    place = Path(tempfile.gettempdir()) / f"leash-gpus-{os.getuid()}"
+    place.mkdir(exist_ok=True)
+    mine: list[str] = []
+    with ExitStack() as locks:
+        with FileLock(place / "queue"):  # one job takes GPUs at a time: nobody waits with half
+            while len(mine) < count:
+                for gpu in (gpu for gpu in gpus if gpu not in mine and len(mine) < count):
+                    with suppress(Timeout):
+                        locks.enter_context(FileLock(place / gpu).acquire(timeout=0.1))
+                        mine.append(gpu)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)

@@ -83,6 +83,10 @@ class LLMCollector:
         completed = only_last if completed is None else completed
         if only_last and not completed:
             raise TypeError("yield_only_last_steps=True requires yield_completed_trajectories=True")
+        if only_last and reset_at_each_iter:
+            raise TypeError("yield_only_last_steps=True excludes reset_at_each_iter=True")
+        if completed and flatten_data is not None:
+            raise TypeError("expected no flatten_data: batches of whole chats have one dimension")
         if dialog_turns_per_batch is None and completed:
             dialog_turns_per_batch = 1
         if dialog_turns_per_batch is None or dialog_turns_per_batch < 1:

@@ -78,6 +78,8 @@ class MCAdvantage(Transform):
                 out += self._group(queue)
         return lazy_stack(out) if out else None
 
+    _inv_call = forward  # replay buffers and collectors of TorchRL call inv
+
     def _trajectories(self, td: TensorDictBase) -> list[list[TensorDictBase]]:
         """Return the rows of each trajectory of a batch of any number of dimensions."""
         if td.ndim > 1:
