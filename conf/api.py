@@ -10,7 +10,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from conf.compose import compose, compose_checked, compose_experiment, write_defaults
-from envs.data import KINDS
 from envs.rewards.trl_function import hold
 from policies.cache import write_text
 from trainer.early_stopping import Stopped
@@ -98,11 +97,11 @@ def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str
     """Write rows into the run's folder, `shown` to SFT; return the overrides that name them."""
     if rows is None:
         return []
-    if isinstance(rows, Path) or (isinstance(rows, str) and Path(rows).suffix in KINDS):
-        what = f"expected {key} rows, got the path {rows}"
-        raise ValueError(f'{what}; give datasets.load_dataset("json", data_files=...)["train"]')
-    if isinstance(rows, str | Mapping):
-        raise ValueError(f"expected a list of rows, got {type(rows).__name__}; put it into a list")
+    if isinstance(rows, str | Path | Mapping):
+        remedy = 'for a file give datasets.load_dataset("json", data_files=...)["train"]'
+        raise ValueError(
+            f"expected {key} to be a list of rows, got a {type(rows).__name__}; {remedy}"
+        )
     found = [{"prompt": row} if isinstance(row, str) else row for row in rows]
     path = folder / f"{key}.jsonl"
     write_text(path, "".join(json.dumps(row) + "\n" for row in found))

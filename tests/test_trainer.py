@@ -1,6 +1,5 @@
 """The loop in this process: stops, resumes, and what it says about them."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from small_runs import (
     train,
 )
 
-from policies.cache import write_manifest
 from trainer.kl_control import make_kl_controller
 from trainer.runs.run_files import load_run
 
@@ -105,14 +103,3 @@ def test_a_run_goes_on_with_the_data_and_the_iterations_that_it_began_with(tmp_p
 def test_without_an_evaluation_the_objective_is_the_last_reward(tmp_path) -> None:
     train(tmp_path, change=lambda loop: loop.evaluate.plans.clear())
     assert load_run(tmp_path).status["objective"] == metrics(tmp_path)[-1]["reward/mean"]
-
-
-def test_a_checkpoint_whose_state_lacks_a_key_is_named(straight, tmp_path) -> None:
-    copied = shutil.copytree(straight, tmp_path / "copied")
-    newest = copied / "checkpoints" / "iteration_000004"
-    state = json.loads((newest / "state.json").read_text())
-    (newest / "state.json").write_text(json.dumps({k: state[k] for k in state if k != "update"}))
-    (newest / "MANIFEST.json").unlink()
-    write_manifest(newest, {"format": 1})
-    with pytest.raises(ValueError, match=r"iteration_000004 is damaged: .* no 'update'"):
-        train(copied, resume=True)

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from trainer.observer import Observers as Observers
     from trainer.optimizer import make_optimizer as make_optimizer
     from trainer.optimizer import make_schedule as make_schedule
-    from trainer.overlong import DropTruncated as DropTruncated
-    from trainer.overlong import OverlongPenalty as OverlongPenalty
     from trainer.reference import NoReference as NoReference
     from trainer.reference import Reference as Reference
     from trainer.reports.display import Display as Display
@@ -46,7 +44,9 @@ if TYPE_CHECKING:
     from trainer.reward_modelling import PreferenceObjective as PreferenceObjective
     from trainer.reward_modelling import PreferencePairs as PreferencePairs
     from trainer.runtime import Runtime as Runtime
+    from trainer.sources import DropTruncated as DropTruncated
     from trainer.sources import DynamicRollouts as DynamicRollouts
+    from trainer.sources import OverlongPenalty as OverlongPenalty
     from trainer.sources import Rollouts as Rollouts
     from trainer.torchrl.collector import LLMCollector as LLMCollector
     from trainer.torchrl.gae_module import GAE as GAE

@@ -6,6 +6,7 @@ Torch-free: the parent imports it too.
 import math
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +32,12 @@ def read_rule(text: str) -> tuple[str, float]:
     >>> read_rule("eval/sampled_accuracy 0.9")
     ('eval/sampled_accuracy', 0.9)
     """
-    try:
+    with suppress(ValueError):
         name, value = text.split()
         if "/" in name and math.isfinite(number := float(value)):
             return name, number
-        raise ValueError
-    except ValueError:
-        example = "'eval/sampled_accuracy 0.9', a metric and a value"
-        raise ValueError(f"expected trainer.stop_at={example}, got {text}") from None
+    example = "'eval/sampled_accuracy 0.9', a metric and a value"
+    raise ValueError(f"expected trainer.stop_at={example}, got {text}")
 
 
 @dataclass

@@ -22,9 +22,6 @@ def restore_run(loop: Any) -> None:
     newest, text = loop.checkpoints.newest(), "from iteration 0, there is no checkpoint"
     if newest is not None:
         state = loop.checkpoints.restore(newest)
-        if lost := {"reference", "inputs", "update", "kl", "parts"} - state.keys():
-            fault = f"its state.json has no {min(lost)!r}; move it away"
-            raise ValueError(f"{newest} is damaged: {fault}")
         _restore(loop, state)
         text = f"from iteration {loop.progress.iteration}"
         if skipped := loop.checkpoints.skipped:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from envs.tasks.calculator import Calculator as Calculator
     from envs.tasks.dataset import Chats as Chats
     from envs.tasks.dataset import DatasetTask as DatasetTask
+    from envs.tasks.dataset import Preferences as Preferences
     from envs.tasks.dataset import Prompts as Prompts
     from envs.tasks.facts import Facts as Facts
     from envs.tasks.learnt_reward import LearntReward as LearntReward
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from envs.tasks.math_words import MathWords as MathWords
     from envs.tasks.mix import Mix as Mix
     from envs.tasks.openenv import OpenEnv as OpenEnv
-    from envs.tasks.preferences import Preferences as Preferences
     from envs.tasks.reasoning_gym import ReasoningGym as ReasoningGym
     from envs.tasks.reviews import Reviews as Reviews
     from envs.tasks.sort_digits import SortDigits as SortDigits

@@ -11,8 +11,7 @@ import random
 import re
 import zlib
 
-from envs.tasks.generated import Generated
-from envs.tasks.task import Message, Reply, Reward, Row, assistant, user
+from envs.tasks.task import Generated, Message, Reply, Reward, Row, assistant, user
 
 QUESTION = "What is {} * {}?"
 CALL = re.compile(r"calc: ([0-9]{1,6})([-+*])([0-9]{1,6})")

@@ -2,10 +2,13 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from envs.chat_rows import load_chats
 from envs.data import map_rows
 from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant
+
+SORTED_DIGITS = Path(__file__).parent / "data" / "sorted_digits_preferences.json"
 
 
 class DatasetTask(Task):
@@ -109,3 +112,31 @@ class Chats(DatasetTask):
         return Reward(
             total=float(exact), parts={"exact": float(exact)}, success=exact and reply.complete
         )
+
+
+class Preferences(DatasetTask):
+    """Rows of a data set with a column "rejected" beside the prompt and the better answer.
+
+    The rest as in `DatasetTask`; `columns` may say that the better answer is called "chosen". The
+    packaged pairs: digits sorted, and wrong (unchanged, descending, two swapped, one replaced).
+
+    >>> row = Preferences().preferences()[0]
+    >>> sorted(row["chosen"]) == list(row["chosen"]), row["chosen"] != row["rejected"]
+    (True, True)
+    """
+
+    packaged = str(SORTED_DIGITS)
+
+    def prepare(self, row: Row) -> Row:
+        """Return the row with its "chosen" and "rejected" reply."""
+        rejected = row["columns"].get("rejected")
+        if not isinstance(rejected, str) or rejected == row["answer"]:
+            raise ValueError(
+                f"row {row['index']}, rejected: expected a text other than the answer, got "
+                f"{rejected!r:.80}; correct or remove the row"
+            )
+        return {**row, "chosen": row["answer"], "rejected": rejected}
+
+    def preferences(self) -> Sequence[Row]:
+        """Return the train rows."""
+        return self._rows["train"]

@@ -9,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from envs.tasks.dataset import DatasetTask
-from envs.tasks.preferences import SORTED_DIGITS
+from envs.tasks.dataset import SORTED_DIGITS, DatasetTask
 from envs.tasks.task import Message, Reply, Reward, Row, assistant
 
 WEIGHTS = "reward_model.safetensors"

@@ -10,8 +10,7 @@ import random
 import zlib
 from collections.abc import Sequence
 
-from envs.tasks.generated import Generated
-from envs.tasks.task import Reply, Reward, Row, assistant, user
+from envs.tasks.task import Generated, Reply, Reward, Row, assistant, user
 
 QUESTION = "Sort the digits in ascending order: {}"
 HELD_OUT = 8  # one multiset of digits in so many

@@ -40,8 +40,8 @@ class PolicyVersion(Transform):
         shape, device = next_td.batch_size, next_td.device
         if self.version_type == "int":
             value = torch.full(shape, int(self.version), dtype=torch.int64, device=device)
-            return next_td.set("policy_version", value)
-        value = NonTensorData(str(self.version), batch_size=shape).maybe_to_stack()
+        else:
+            value = NonTensorData(str(self.version), batch_size=shape).maybe_to_stack()
         return next_td.set("policy_version", value)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
