@@ -158,8 +158,8 @@ def test_demonstrations_need_no_reward():
     [
         ("tiny", length, ASKED, {"resume": "outputs/old"}, r"python \S*train.py resume=outputs"),
         (object(), length, ASKED, {}, r"got object; save it .*save_pretrained"),
-        ("tiny", length, "rows.jsonl", {}, r"path rows\.jsonl; give datasets"),
-        ("tiny", length, Path("rows"), {}, r"path rows; give datasets"),
+        ("tiny", length, "rows.jsonl", {}, r"got a str; .*load_dataset"),
+        ("tiny", length, Path("rows"), {}, r"list of rows, got a PosixPath"),
     ],
 )
 def test_what_the_call_does_not_take_is_one_line_with_what_to_do(
