@@ -43,8 +43,8 @@ class Server:
     """A vLLM server at `url`, for several threads; its answers as they are."""
 
     def __init__(self, url: str) -> None:
-        # The server closes a connection that is idle for five seconds.
-        limits = httpx.Limits(max_connections=AT_ONCE, keepalive_expiry=2)
+        # A connection a request: one that is kept may be closed by the server at any time.
+        limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=0)
         patience = httpx.Timeout(PATIENCE, connect=KNOCKS)
         self.client = httpx.Client(base_url=url, timeout=patience, limits=limits, trust_env=False)
         self.url = url
