@@ -3,7 +3,7 @@
 import gc
 import json
 import runpy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from conf.compose import compose, compose_checked, compose_experiment, write_def
 from envs.rewards.trl_function import hold
 from policies.cache import write_text
 from trainer.early_stopping import Stopped
+from trainer.reports.formats import leaves
 from trainer.reports.summary import resume_command
 from trainer.runs.folders import SCRIPT, holds_run, quoted, remove_unused, unique_folder
 from trainer.runs.launch import prepare
@@ -112,13 +113,9 @@ def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str
     return words
 
 
-def _words(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the words of a command line that say the same."""
-    for key, value in overrides.items():
-        if isinstance(value, Mapping) and value:
-            yield from _words(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}={_spelt(value)}"
+def _words(overrides: Mapping[str, Any]) -> list[str]:
+    """Return overrides as words of a command line."""
+    return [f"{key}={_spelt(value)}" for key, value in leaves(overrides) if key]
 
 
 def _spelt(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Charts as SVG text: axes, ticks, legends, curves and areas, alone or in a page.
 
 Colours (chart.css) follow the reader's light or dark scheme; curves beyond the palette are dashed.
-Curves over iterations bring their values along: script.js tells and zooms them.
+Curves over iterations bring their values along: script.js zooms them and shows their values.
 """
 
 import json
@@ -53,7 +53,7 @@ class Chart:
     """A drawing of one size: title and unit at once, then a legend, the axes, what they hold.
 
     `parts` are the SVG elements so far, `head` those above the plot; `x` and `y` map data to pixels
-    once there are `axes`. `curves`: name, style, kind and points of what script.js draws and tells.
+    once there are `axes`. `curves`: name, style, kind and points of what script.js draws.
     """
 
     x: Axis
@@ -128,7 +128,7 @@ class Chart:
         self.parts.append(f'<circle {where} style="{style}">{title}</circle>')
 
     def curve(self, points: Points, style: str, kind: str = "line", *, name: str = "") -> None:
-        """Draw a line, if it has a kind, and keep it for script.js, which tells named ones."""
+        """Draw a line, if it has a kind, and keep it for script.js, which shows named ones."""
         if kind:
             self.path(points, style, kind)
         kept = [(x, float(f"{y:.4g}")) for x, y in points]

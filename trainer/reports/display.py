@@ -20,7 +20,7 @@ from trainer.reports import summary
 from trainer.reports.formats import duration, one_line
 from trainer.runs.failures import silence
 from trainer.runs.run_files import dig, is_sweep, load_run
-from trainer.runs.run_log import TOLD
+from trainer.runs.run_log import TERMINAL
 
 _REWARD = {"reward/mean": "reward {:z.3f}"}  # z: no -0.000
 _LOSS = {"loss/total": "loss {:z.4f}"}
@@ -38,14 +38,14 @@ STOPPING = "stopping at the next safe point; Ctrl-C again stops at once"
 
 
 class Output(Console):
-    """A console that outlives its reader and writes down what it said."""
+    """A console that outlives its reader and copies its texts to run.log."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print, and note the texts in run.log."""
+        """Print, and log the texts."""
         super().print(*objects, **options)
         for text in objects:
             if isinstance(text, str):  # a bar is none
-                TOLD.info(text)
+                TERMINAL.info(text)
 
     def on_broken_pipe(self) -> None:
         """Fall silent: the run goes on."""

@@ -28,7 +28,7 @@
     button.addEventListener("click", () => order(head, head.getAttribute("aria-sort") === "ascending"));
   }
 
-  // Curves: one crosshair tells the values in all charts, a drag zooms all, a double click resets.
+  // Curves: one crosshair shows the values in all charts, a drag zooms all, a double click resets.
   const short = (v) => {
     const size = Math.abs(v);
     if (size >= 1e6) return short(v / 1e6) + "M";

@@ -16,7 +16,7 @@ from policies.cache import write_text
 from trainer.runs.folders import is_main_rank
 from trainer.runs.redact import redact_text
 from trainer.runs.run_files import read_status
-from trainer.runs.run_log import TOLD, VERBOSE
+from trainer.runs.run_log import TERMINAL, VERBOSE
 
 # By what Python, C or the Rust of safetensors says: disk, quota, `ulimit -f` and read-only disks.
 UNWRITABLE = re.compile(
@@ -109,7 +109,7 @@ def say(text: str) -> None:
     """Print a line at once (rank 0); fall silent if nobody reads it or a log's disk is full."""
     try:
         if is_main_rank():
-            TOLD.info(text)
+            TERMINAL.info(text)
             print(text, flush=True)
     except OSError:  # the work goes on
         silence()
@@ -124,7 +124,7 @@ def complain(error: object) -> None:
     """Print an error as one line, without secrets."""
     text = headline(error) if isinstance(error, (ValueError, OSError)) else str(error)
     line = f"error: {redact_text(text)[:LONG]}"
-    TOLD.info(line)
+    TERMINAL.info(line)
     show_traceback()
     with suppress(OSError):  # nobody may be listening any more
         print(line, file=sys.stderr, flush=True)

@@ -29,7 +29,7 @@ from trainer.runs.failures import LESS_MEMORY, close_status, complain, noted_err
 from trainer.runs.folders import SCRIPT
 from trainer.runs.lock import RANK0, held, lock_folder
 from trainer.runs.run_files import load_run, read_status
-from trainer.runs.run_log import TOLD, run_log
+from trainer.runs.run_log import TERMINAL, run_log
 
 # Variables that ranks do not inherit: those of an outer launcher, and PYTHONOPTIMIZE, which removes
 # the docstrings that transformers reads.
@@ -70,7 +70,7 @@ def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
             raise stop if isinstance(stop, Interrupted) else Interrupted(130) from None
         except (RuntimeError, ValueError, OSError) as error:
             close_status(folder, "failed", str(error))
-            TOLD.info(f"error: {error}")
+            TERMINAL.info(f"error: {error}")
             raise
 
 

@@ -1,4 +1,4 @@
-"""<run>/run.log: `logging` of rank 0, and what the terminal was told. Torch-free."""
+"""<run>/run.log: `logging` of rank 0, and the lines of the terminal. Torch-free."""
 
 import logging
 import os
@@ -11,10 +11,10 @@ from trainer.runs.redact import redact_text
 
 FILE = "run.log"
 VERBOSE = "LEASH_VERBOSE"  # hydra.verbose, for the processes of a run: true, or names of loggers
-TOLD = logging.getLogger("leash")  # gets what the terminal has been told
-TOLD.setLevel(logging.INFO)
-TOLD.addHandler(logging.NullHandler())
-TOLD.propagate = False
+TERMINAL = logging.getLogger("leash")  # gets the lines of the terminal
+TERMINAL.setLevel(logging.INFO)
+TERMINAL.addHandler(logging.NullHandler())
+TERMINAL.propagate = False
 
 
 class _Formatter(logging.Formatter):
@@ -59,11 +59,11 @@ def run_log(folder: Path) -> Iterator[None]:
         terminal.setLevel(logging.DEBUG)
     for handler in added:
         root.addHandler(handler)
-    TOLD.addHandler(file)
+    TERMINAL.addHandler(file)
     try:
         yield
     finally:
-        TOLD.removeHandler(file)
+        TERMINAL.removeHandler(file)
         for handler in added:
             root.removeHandler(handler)
         root.setLevel(before)
