@@ -1,7 +1,7 @@
 """Policies with a LoRA adapter, and the reference that the adapter leaves behind."""
 
 import torch
-from contracts import plain_log_probs, rollout
+from contracts import attended, plain_log_probs, rollout
 
 from policies import lora
 from policies.load import load_policy, load_reference
@@ -27,16 +27,6 @@ def shake(policy, seed: int = 0, scale: float = 0.2) -> None:
         p.data += (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
 
 
-def rows(batch):
-    """Return the ids and response masks of a batch, without padding."""
-    attended = batch["masks", "all_attention_mask"]
-    response = batch["masks", "all_response_mask"]
-    return [
-        (batch["tokens", "full"][i][attended[i]], response[i][attended[i]])
-        for i in range(len(attended))
-    ]
-
-
 def flat(batch, key) -> torch.Tensor:
     return batch[key][batch["masks", "all_attention_mask"]]
 
@@ -48,10 +38,10 @@ def with_the_adapter_off_it_is_the_start_policy(pad_model_input: bool = True) ->
     reference = load_reference(policy).get_new_version(pad_model_input=pad_model_input)
     shake(policy)
     scored = reference(batch)
-    wanted = [plain_log_probs(start, ids, 1.0) * response for ids, response in rows(batch)]
+    wanted = [plain_log_probs(start, ids, 1.0) * response for ids, response, *_ in attended(batch)]
     gap = flat(scored, ("ref_log_probs", "full")) - torch.cat(wanted)
     assert gap.abs().max() < 3e-6  # the last step is float32
     mine = policy.get_new_version(generate=False, inplace=False)(batch)
-    moved = [plain_log_probs(policy, ids, 1.0) for ids, _ in rows(batch)]
+    moved = [plain_log_probs(policy, ids, 1.0) for ids, *_ in attended(batch)]
     assert (flat(mine, ("log_probs", "full")) - torch.cat(moved)).abs().max() < 1e-5
     assert (torch.cat(moved) - torch.cat(wanted)).abs().max() > 0.1

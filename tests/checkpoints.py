@@ -24,17 +24,11 @@ from tokenizers import (
     trainers,
 )
 from transformers import (
-    GemmaConfig,
-    GemmaForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
     GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 KINDS = ("qwen2", "llama", "gemma", "gpt2")
@@ -177,18 +171,16 @@ def _model(kind: str, tokenizer: Any, head: int) -> PreTrainedModel:
         "pad_token_id": tokenizer.pad_token_id,
     }
     if kind == "gpt2":
-        sizes = {"n_positions": 256, "n_embd": 4 * head, "n_layer": 2, "n_head": 4}
-        return GPT2LMHeadModel(GPT2Config(**sizes, **shared))
-    shared |= {
-        "hidden_size": 4 * head,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-    }
-    if kind == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(**shared, tie_word_embeddings=True))
-    if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**shared, tie_word_embeddings=False))
-    return GemmaForCausalLM(GemmaConfig(**shared, head_dim=head))
+        shared |= {"n_positions": 256, "n_embd": 4 * head, "n_layer": 2, "n_head": 4}
+    else:
+        shared |= {
+            "hidden_size": 4 * head,
+            "head_dim": head,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": kind != "llama",
+        }
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shared))

@@ -1,7 +1,7 @@
 """The seven contracts of the design as functions that raise AssertionError when one is broken.
 
-tests/test_contracts.py runs them on the code as it is; tests/test_mutants.py breaks the code in
-known ways and expects them to fail. Expected values come from a plain transformers forward.
+tests/test_mutants.py runs them on the code as it is, breaks the code in known ways and expects them
+to fail. Expected values come from a plain transformers forward.
 """
 
 from collections.abc import Iterator
@@ -103,14 +103,10 @@ def plain_log_probs(policy: TransformersWrapper, ids: Tensor, temperature: float
     return out
 
 
-def expect(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
-
-
 def close(a: Tensor, b: Tensor, tolerance: float, what: str) -> None:
     gap = (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
-    expect(a.shape == b.shape and gap <= tolerance, f"{what}: {gap} > {tolerance}")
+    assert a.shape == b.shape, what
+    assert gap <= tolerance, f"{what}: {gap} > {tolerance}"
 
 
 def attended(batch: TensorDict) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -130,12 +126,12 @@ def alignment() -> None:
         want = plain_log_probs(policy, ids, 1.0)
         close(log_probs, want * response, 1e-5, "generated")
         close(scored["ref_log_probs", "full"][i][: len(ids)], want, 1e-5, "scored")
-        expect(not padding.any(), "padding is not 0")
-        expect(bool((log_probs[response] < 0).all()), "a 0 inside")
+        assert not padding.any(), "padding is not 0"
+        assert (log_probs[response] < 0).all(), "a 0 inside"
         stopped = int(ids[-1]) in policy.stop_ids
-        expect(stopped != bool(batch["truncated"][i]), "a reply holds the token that ended it")
+        assert stopped != bool(batch["truncated"][i]), "a reply holds the token that ended it"
         ended += stopped
-    expect(0 < ended < batch.batch_size[0], "the rollout should hold ended and cut replies")
+    assert 0 < ended < batch.batch_size[0], "the rollout should hold ended and cut replies"
 
 
 def token_in_token_out() -> None:
@@ -146,13 +142,13 @@ def token_in_token_out() -> None:
         want = plain_log_probs(policy, ids, 1.0) * response
         close(log_probs, want, 1e-5, "ids scored are ids sampled")
         edges = (response[1:] & ~response[:-1]).sum() + response[0]
-        expect(int(edges) == 3, f"expected 3 sampled runs, got {int(edges)}")
+        assert int(edges) == 3, f"expected 3 sampled runs, got {int(edges)}"
         # Every reply but the last is closed exactly once before the next message.
-        expect(int((ids == end).sum()) >= 5, "each of 3 user turns and 2 replies is closed")
+        assert int((ids == end).sum()) >= 5, "each of 3 user turns and 2 replies is closed"
         text = policy.tokenizer.decode(ids[response])
         again = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
         changed += again != ids[response].tolist()
-    expect(changed > 0, "the test needs replies on which decode -> encode is not the identity")
+    assert changed > 0, "the test needs replies on which decode -> encode is not the identity"
 
 
 def one_temperature() -> None:
@@ -238,7 +234,7 @@ def global_normalisation() -> None:
     for aggregation in ("token_mean", "sequence_mean", "constant"):
         whole = gradient(batch, aggregation=aggregation)
         scale = whole.norm()
-        expect(float(scale) > 1e-6, "the gradient should not vanish")
+        assert float(scale) > 1e-6, "the gradient should not vanish"
         turned = batch[torch.arange(batch.batch_size[0] - 1, -1, -1)]
         others = {
             "micro-batches": gradient(batch, aggregation=aggregation, micro_batch_tokens=40),
@@ -247,22 +243,23 @@ def global_normalisation() -> None:
         }
         for name, other in others.items():
             gap = float((other - whole).norm() / scale)
-            expect(gap < 1e-5, f"{aggregation}: {name} changes the gradient by {gap}")
+            assert gap < 1e-5, f"{aggregation}: {name} changes the gradient by {gap}"
+
+
+def demonstrations(policy: TransformersWrapper, mask: str = "assistant") -> TensorDict:
+    """Return a batch of the demonstrations of Words."""
+    parts = {"task": Words(), "env": ChatEnv(Words()), "policy": policy, "runtime": one_process()}
+    return Demonstrations(**parts, size=4, mask=mask)(0)
 
 
 def masks_are_exact() -> None:
     """Contract 5: SFT learns exactly the assistant's tokens and the token that ends its turn."""
     policy = make_policy()
-    env = ChatEnv(Words())
-    source = Demonstrations(
-        task=Words(), env=env, policy=policy, runtime=one_process(), size=4, mask="assistant"
-    )
-    batch = source(0)
+    batch = demonstrations(policy)
     wanted = {r["messages"][-1]["content"] + "<|im_end|>" for r in Words().demonstrations()}
-    learnt = {
-        policy.tokenizer.decode(batch["tokens", "full"][i][batch["loss_mask"][i]]) for i in range(4)
-    }
-    expect(learnt == wanted, f"learnt {learnt}, wanted {wanted}")
+    pairs = zip(batch["tokens", "full"], batch["loss_mask"], strict=True)
+    learnt = {policy.tokenizer.decode(ids[mask]) for ids, mask in pairs}
+    assert learnt == wanted, f"learnt {learnt}, wanted {wanted}"
 
 
 def one_leash() -> None:
@@ -286,11 +283,11 @@ def same_seed() -> None:
     torch.rand(7)  # another state of the global generator
     part = rollout(policy, count=2)
     for (a, *_), (b, *_) in zip(attended(whole), attended(part), strict=False):
-        expect(torch.equal(a, b), "a row differs with the batch")
+        assert torch.equal(a, b), "a row differs with the batch"
     parts = {"task": Words(), "generator": policy, "runtime": one_process(), "size": 2}
     source = Rollouts(**parts, env=ChatEnv(Words(), group_size=G))
     first = [r["answer"] for i in (0, 1) for r in source.prompts(i).get("row").tolist()]
-    expect(len(set(first)) == 4, "an epoch holds each row once")
+    assert len(set(first)) == 4, "an epoch holds each row once"
 
 
 CONTRACTS = (

@@ -37,10 +37,6 @@ def six_tokens(width: int, seed: int) -> Qwen2ForCausalLM:
     return model
 
 
-def small(seed: int) -> Qwen2ForCausalLM:
-    return six_tokens(8, seed)
-
-
 class Enumerated:
     """All replies with what each engine says of them; a rollout weighted by its probability."""
 
@@ -87,7 +83,7 @@ def off(got: Tensor, want: Tensor) -> float:
 
 
 def a_bfloat16_generator_is_corrected() -> None:
-    model = small(0)
+    model = six_tokens(8, 0)
     half = copy.deepcopy(model).bfloat16()
     case = Enumerated(half, model)
     assert float(case.gen.sum(-1).exp().sum()) == pytest.approx(1, abs=1e-6)

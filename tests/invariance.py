@@ -1,6 +1,6 @@
 """One optimiser step of every algorithm, in float64, on the same rows laid out in several ways.
 
-On two ranks, rank 0 writes the gradients of all cases into a folder (tests/two_ranks.py).
+On two ranks, rank 0 writes the gradients of all cases into a folder (tests/sharded.py).
 """
 
 from collections.abc import Callable

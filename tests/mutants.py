@@ -28,9 +28,9 @@ from adapted import with_the_adapter_off_it_is_the_start_policy
 from enumeration import a_bfloat16_generator_is_corrected
 from gae_by_hand import agrees_with_the_paper
 from kl_tables import the_weighed_kl_is_the_reverse_one_whoever_sampled
-from papers import PAPERS, agrees_with_its_paper
 from plain_values import values_are_those_of_a_plain_forward
 from test_advantage import leaves_the_baseline
+from test_algorithms import PAPERS, agrees_with_its_paper
 from test_entropy import the_bonus_is_that_of_a_plain_softmax
 from test_leash import charged_once
 
@@ -60,30 +60,36 @@ class Mutant:
         return False
 
 
-def drop_end(f):
-    def sample(*args, **kwargs):
-        out = f(*args, **kwargs)
-        return replace(out, lengths=(out.lengths - out.complete.int()).clamp(min=1))
+def after(change: Callable[[Any], Any]):
+    """Break a function by changing what it returns."""
 
-    return sample
+    def broken(f):
+        def call(*args, **kwargs):
+            return change(f(*args, **kwargs))
 
+        return call
 
-def zero_first(f):
-    def sample(*args, **kwargs):
-        out = f(*args, **kwargs)
-        out.log_probs[:, 0] = 0.0
-        return out
-
-    return sample
+    return broken
 
 
-def mean_per_micro_batch(f):
-    def select_rows(batch, rows):
-        out = f(batch, rows)
-        weight = out.get("weight", None)
-        return out if weight is None else out.set("weight", weight / weight.sum().clamp(min=1e-9))
+def drop_end(out):
+    return replace(out, lengths=(out.lengths - out.complete.int()).clamp(min=1))
 
-    return select_rows
+
+def zero_first(out):
+    out.log_probs[:, 0] = 0.0
+    return out
+
+
+def mean_per_micro_batch(out):
+    weight = out.get("weight", None)
+    return out if weight is None else out.set("weight", weight / weight.sum().clamp(min=1e-9))
+
+
+def halve(out):
+    """Keep the KL [B, T] of the first half of the tokens."""
+    kl = out["kl_penalty"]
+    return out.set("kl_penalty", kl * (torch.arange(kl.shape[-1]) < kl.shape[-1] // 2))
 
 
 def masked(f, keep: Callable[[Any, int, bool], bool]):
@@ -105,17 +111,6 @@ def leave_open(f):
         return done
 
     return extend
-
-
-def kl_times(f, factor: Callable[[int], Any]):
-    """Return a `KLComputation._step` whose KL [B, T] is multiplied by factor(T)."""
-
-    def step(self, tensordict, following):
-        out = f(self, tensordict, following)
-        kl = out.get("kl_penalty")
-        return out.set("kl_penalty", kl * factor(kl.shape[-1]))
-
-    return step
 
 
 def bootstrap_at_the_end(f):
@@ -166,19 +161,19 @@ def yields_nothing(f):
 
 NEVER = ConstantKLController(kl_coef=0.0)
 BROKEN: dict[str, Callable[[Any], Any]] = {
-    "shift by one": lambda f: lambda values, keep: f(values, keep).roll(1, -1),
-    "drop the end token": drop_end,
-    "first log-prob zero": zero_first,
-    "replies see each other": lambda f: lambda segment: torch.ones_like(f(segment)).tril(),
+    "shift by one": after(lambda values: values.roll(1, -1)),
+    "drop the end token": after(drop_end),
+    "first log-prob zero": after(zero_first),
+    "replies see each other": after(lambda mask: torch.ones_like(mask).tril()),
     # The policy finds no ids and renders the chat.
     "tokenise again": lambda f: lambda td, ids, attention: td,
     "cut replies stay open": leave_open,
-    "no temperature": lambda f: lambda value, keep: torch.ones_like(f(value, keep)),
-    "mean per micro-batch": mean_per_micro_batch,
+    "no temperature": after(torch.ones_like),
+    "mean per micro-batch": after(mean_per_micro_batch),
     "mask all ones": lambda f: masked(f, lambda self, i, a: True),
     "mask without end of turn": lambda f: masked(f, lambda own, i, a: a and i not in own.stop_ids),
-    "KL charged twice": lambda f: kl_times(f, lambda width: 2),
-    "KL of some turns only": lambda f: kl_times(f, lambda width: torch.arange(width) < width // 2),
+    "KL charged twice": after(lambda out: out.set("kl_penalty", 2 * out["kl_penalty"])),
+    "KL of some turns only": after(halve),
     "KL in the loss too": lambda f: (
         lambda self, scores, batch: f(replace(self, estimator="k3", where="loss"), scores, batch)
     ),
@@ -190,7 +185,7 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
         )
     ),
     "a limit goes on": bootstrap_at_the_end,
-    "values of the next token": lambda f: lambda self, lay, states: f(self, lay, states).roll(-1),
+    "values of the next token": after(lambda values: values.roll(-1)),
     "a token's ratio in GSPO": lambda table: {**table, "sequence": table["token"]},
     "own reward in the baseline": lambda table: {**table, "leave_one_out": table["group_mean"]},
     "dropped rows in the baseline": lambda table: {
@@ -199,7 +194,7 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
     "whitened padding": lambda f: (
         lambda advantage, mask, runtime: f(advantage, torch.ones_like(mask), runtime) * mask
     ),
-    "another Beta density": lambda f: lambda p, mean, std: f(p, mean, std).sqrt(),
+    "another Beta density": after(torch.sqrt),
     "also what comes back": lambda f: lambda curr, gen, a: torch.ones_like(curr, dtype=torch.bool),
     "only what comes back": lambda f: lambda curr, gen, advantage: f(curr, gen, -advantage),
     "the distance of a ratio": lambda f: lambda gen, curr: ((curr - gen).exp() - 1).abs(),
@@ -239,6 +234,7 @@ PAPER = {name: partial(agrees_with_its_paper, name) for name in PAPERS}
 IN_THE_REWARD = partial(charged_once, "grpo", "reward")
 LEFT_ONE_OUT = partial(leaves_the_baseline, "leave_one_out")
 WEIGHED = the_weighed_kl_is_the_reverse_one_whoever_sampled
+CORRECTED = a_bfloat16_generator_is_corrected
 PLAIN_VALUES = values_are_those_of_a_plain_forward
 WITHOUT_ADAPTER = with_the_adapter_off_it_is_the_start_policy
 DIST, SAMPLE = "policies.token_distribution", "policies.wrappers.transformers_wrapper:sample"
@@ -263,11 +259,7 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("the reference has the adapter", WITHOUT_ADAPTER, "policies.lora:using"),
     ("GAE over tool tokens", agrees_with_the_paper, GAE),
     ("a limit goes on", agrees_with_the_paper, GAE),
-    (
-        "values of the next token",
-        values_are_those_of_a_plain_forward,
-        "policies.scorer:Critic.forward",
-    ),
+    ("values of the next token", PLAIN_VALUES, "policies.scorer:Critic.forward"),
     ("a token's ratio in GSPO", PAPER["gspo"], f"{OBJECTIVES}:RATIOS"),
     ("own reward in the baseline", PAPER["rloo"], f"{LOSSES}:BASELINES"),
     ("dropped rows in the baseline", LEFT_ONE_OUT, f"{LOSSES}:BASELINES"),
@@ -288,11 +280,7 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("KL weighed, no gradient", WEIGHED, f"{LEASH}.loss_term"),
     ("KL weighed by another ratio", WEIGHED, f"{LEASH}.loss_term"),
     ("entropy without a gradient", the_bonus_is_that_of_a_plain_softmax, f"{DIST}:_score"),
-    (
-        "the generator over the trainer",
-        a_bfloat16_generator_is_corrected,
-        "trainer.importance_sampling:correction",
-    ),
+    ("the generator over the trainer", CORRECTED, "trainer.importance_sampling:correction"),
     ("global generator", contracts.same_seed, "policies.sampler:uniforms"),
     ("any code may be named", rooms.targets, "conf.check:_targets"),
     ("any key on a resume", rooms.resume, "conf.resume:is_among"),

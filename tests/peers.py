@@ -18,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from contracts import Record
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -111,16 +112,14 @@ class Table(nn.Module):
         self,
         tokens: Tensor,
         attention: Tensor,
-        keep: Tensor | None = None,
+        keep: Tensor,
         *,
         temperature: Any = 1.0,
-        group_id: Tensor | None = None,
         entropy: bool = False,
         learn_entropy: bool = False,
         reference: "Table | None" = None,
-        pack: bool = False,
+        **_: Any,
     ) -> Scores:
-        keep = attention if keep is None else keep
         mine = self.distribution(tokens, keep, temperature)
         theirs = reference and reference.distribution(tokens, keep, temperature)
         out = mine.scores(tokens, entropy=entropy, learn=learn_entropy, reference=theirs)
@@ -130,15 +129,6 @@ class Table(nn.Module):
 
     def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, **_: Any) -> Tensor:
         return self.old_values[tokens[:, 0]] * keep
-
-
-class Recorder(torch.optim.SGD):
-    """Keep the gradient of the first step, flat over the parameters."""
-
-    gradient: Tensor
-
-    def step(self, closure=None):
-        self.gradient = torch.cat([p.grad.flatten() for p in self.param_groups[0]["params"]])
 
 
 def leash_gradient(d: Data, *words: str) -> Tensor:
@@ -159,7 +149,7 @@ def leash_gradient(d: Data, *words: str) -> Tensor:
     batch = parts.build(algorithm.advantage, algorithm, own, **made)(batch)
     update = trainer.Update(
         scorer,
-        optimizer := Recorder(scorer.parameters(), lr=0.0),
+        optimizer := Record(scorer.parameters()),
         parts.build(algorithm.objective, algorithm, **made),
         runtime,
         lr=lambda step: 0.0,
@@ -169,7 +159,7 @@ def leash_gradient(d: Data, *words: str) -> Tensor:
         reference=Table(d.ref),
     )
     update(batch)
-    return optimizer.gradient
+    return optimizer.grads[0]
 
 
 def batch_of(d: Data) -> TensorDict:
@@ -232,9 +222,7 @@ def lines_of(method: Any, first: str, last: str, **names: Any) -> dict[str, Any]
 def trl_advantages(trainer_class: Any, d: Data, **settings: Any) -> Tensor:
     """Return the advantages [B] by the lines of TRL's own trainer."""
     me = SimpleNamespace(multi_objective_aggregation="sum_then_normalize", reward_clip_range=None)
-    me.reward_weights, me.beta = torch.ones(1), 0.0
-    me.scale_rewards, me.normalize_advantages = "group", False
-    vars(me).update(settings)
+    vars(me).update(settings, reward_weights=torch.ones(1))
     names = {"rewards_per_func": d.rewards[:, None].clone(), "num_generations": G, "self": me}
     names |= {"device": "cpu", "mode": "train", "completion_mask": d.mask.double()[:, 1:]}
     names["unscorable_mask"] = torch.zeros(len(d.rewards), dtype=torch.bool)
@@ -262,22 +250,25 @@ def trl_weights(d: Data, mode: str, low: float | None, high: float) -> Tensor:
 
 
 def trl_loss(
-    d: Data, *, rloo: bool = False, weights: Tensor | None = None, advantage=None, **settings: Any
+    d: Data,
+    *,
+    importance: tuple | None = None,
+    mask_truncated: bool = False,
+    rloo: bool = False,
+    penalty: float = 0.0,
+    normalize_advantages: bool = False,
+    **settings: Any,
 ) -> Tensor:
-    """Return the loss of TRL's own _compute_loss; `settings` are GRPOConfig's."""
+    """Return the loss of TRL's own _compute_loss; `settings` are GRPOConfig's.
+
+    `importance`: mode and bounds of vLLM's weights; `penalty`: RLOO's beta.
+    """
     from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
-    kept = settings.pop("kept", d.mask)  # [B, T]
-    settings = {"steps_per_generation": 1, "num_generations": G, **settings}
-    args = GRPOConfig(
-        output_dir="/tmp/leash-peers",
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        per_device_train_batch_size=len(LENGTHS),
-        max_completion_length=MOST,
-        **settings,
-    )
+    here = {"output_dir": "/tmp/leash-peers", "use_cpu": True, "bf16": False, "report_to": "none"}
+    sizes = {"per_device_train_batch_size": len(LENGTHS), "max_completion_length": MOST}
+    sizes |= {"steps_per_generation": 1, "num_generations": G}
+    args = GRPOConfig(**{"beta": 0.0, "loss_type": "dapo", **here, **sizes, **settings})
     table, ids = d.curr[:, 1:].log_softmax(-1), d.tokens[:, 1:]
 
     def score(*_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
@@ -289,13 +280,14 @@ def trl_loss(
     me._get_per_token_logps_and_entropies, me.aux_loss_enabled = score, False
     me.epsilon_low = args.epsilon
     me.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    me.use_vllm = me.vllm_importance_sampling_correction = weights is not None
+    me.use_vllm = me.vllm_importance_sampling_correction = importance is not None
     me.current_gradient_accumulation_steps = 1
     me._metrics = {"train": defaultdict(list)}
     me._entropy_bonus_enabled = args.entropy_coef != 0
     trainer_class = RLOOTrainer if rloo else GRPOTrainer
-    if advantage is None:
-        advantage = trl_advantages(trainer_class, d, scale_rewards=args.scale_rewards)
+    own = {"beta": penalty, "normalize_advantages": normalize_advantages}
+    advantage = trl_advantages(trainer_class, d, scale_rewards=args.scale_rewards, **own)
+    kept = d.mask & ~d.truncated[:, None] if mask_truncated else d.mask
     mask, old = kept[:, 1:].double(), d.log_probs(d.old)[:, 1:]
     inputs = {
         "prompt_ids": d.tokens[:, :1],
@@ -307,7 +299,7 @@ def trl_loss(
         "old_per_token_logps": old,
         "old_logps": (d.log_probs(d.gen)[:, 1:] * mask).sum(1),
         "ref_per_token_logps": d.log_probs(d.ref)[:, 1:],
-        "importance_sampling_ratio": weights,
+        "importance_sampling_ratio": trl_weights(d, *importance) if importance else None,
     }
     return trainer_class._compute_loss(me, me.model, inputs)
 

@@ -1,20 +1,20 @@
 """Runs of three iterations of which each rank holds a part of every weight, and what they equal.
 
-Also a script for torchrun, see `start`. A folder has model/, many/<case> of several ranks, and
-on/<case> and again/<case>, see `prepare`.
+Also a script for torchrun, see `start`. A folder has model/, many/<case> of several ranks, and on/,
+see `prepare`.
 """
 
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import invariance
 import torch
 from checkpoints import make_checkpoint
 from contracts import make_policy
@@ -30,8 +30,7 @@ from conf.compose import compose_checked, set_up
 from envs.tasks.task import Reply, Reward
 from trainer.checkpoint import save_model
 from trainer.observer import Observer, Observers
-from trainer.resuming import restore_run
-from trainer.trainer import Trainer
+from trainer.runtime import Runtime
 
 KINDS = ("gemma", "gpt2")
 SILENT = ("sft", "minor_sft", "reward")  # of several ranks one alone has a row to sample for
@@ -119,20 +118,13 @@ def run(
     ranks: int,
     launch: str = "fsdp2",
     resume: bool = False,
-    instead: Callable[[Trainer, Any], float] | None = None,
 ) -> None:
-    """Train a case in this process, which is one of the ranks; `instead` of it do something else.
-
-    Nothing but metrics.jsonl is written of what a run shows.
-    """
+    """Train a case in this process, which is one of the ranks; it shows metrics.jsonl alone."""
     set_up()
     torch.set_num_threads(1)
     config = compose(name, model, ranks=ranks, launch=launch)
     config["resume"] = str(folder) if resume else None
-    with ExitStack() as stack:
-        stack.enter_context(patch("conf.build.make_observers", only_metrics))
-        if instead is not None:
-            stack.enter_context(patch("trainer.modes.run_mode", instead))
+    with patch("conf.build.make_observers", only_metrics):
         script.train(OmegaConf.create(config), folder)
 
 
@@ -140,34 +132,19 @@ def only_metrics(cfg: Any, runtime: Any, more: Any = ()) -> Observer:
     return Observers([make_tracker(cfg, runtime.folder)] if runtime.is_main else [])
 
 
-def save_again(loop: Trainer, settings: Any) -> float:
-    """Restore the newest checkpoint, and save what is there then as iteration 9."""
-    restore_run(loop)
-    loop.checkpoints.save(9, loop.state_dict())
-    return 0.0
-
-
-def prepare(source: Path, place: Path, names: Sequence[str], *, of: str = "") -> None:
-    """Copy runs, once to go on with after two iterations (on/) and once to save again (again/).
-
-    With `of`, who made them, to go on alone, as on/<case> of <who>.
-    """
+def prepare(source: Path, place: Path, names: Sequence[str], *, of: str) -> None:
+    """Copy runs of somebody to go on with after two iterations, as on/<case> of <who>."""
     for name in names:
-        if not of:
-            shutil.copytree(source / name, place / "again" / name)
-        there = place / "on" / (f"{name} of {of}" if of else name)
+        there = place / "on" / f"{name} of {of}"
         shutil.copytree(source / name, there)
         shutil.rmtree(there / "checkpoints" / "iteration_000003")
 
 
 def resume(place: Path, model: Path, *, ranks: int, launch: str = "fsdp2") -> None:
-    """Do with prepared runs what they are there for."""
+    """Go on with prepared runs."""
     for folder in sorted((place / "on").glob("*")):
         case = folder.name.partition(" of ")[0]
         run(case, folder, model, ranks=ranks, launch=launch, resume=True)
-    for folder in sorted((place / "again").glob("*")):
-        how = {"ranks": ranks, "launch": launch, "resume": True, "instead": save_again}
-        run(folder.name, folder, model, **how)
 
 
 def start(place: Path, ranks: int, launch: str, names: Sequence[str]) -> None:
@@ -195,8 +172,22 @@ def far(got: dict[str, Tensor], want: dict[str, Tensor], part: str = "") -> floa
     return float((gap / size) ** 0.5)
 
 
+def of_two_ranks(place: Path) -> None:
+    """Write the gradients of invariance.py, and train the few runs of `make test-runs`."""
+    with Runtime(place) as both:
+        invariance.write(place, both)
+        for case in FEW:
+            run(case, place / "many" / case, place / "model", ranks=2)
+        both.accelerator.wait_for_everyone()
+        both.accelerator.end_training()
+
+
 if __name__ == "__main__":
-    place, ranks, launch, *names = sys.argv[1:]
+    place, *rest = sys.argv[1:]
+    if not rest:  # started by runs.on_two_ranks
+        of_two_ranks(Path(place))
+        sys.exit()
+    ranks, launch, *names = rest
     at, how = Path(place), {"ranks": int(ranks), "launch": launch}
     for case in names:
         run(case, at / "many" / case, at / "model", **how)

@@ -63,5 +63,14 @@ def each_token(model, batch) -> Iterator[tuple[int, int, int, Tensor]]:
             yield i, t, int(ids[t]), table[t - 1]
 
 
+@torch.no_grad()
+def kept_log_probs(policy, batch) -> Tensor:
+    """Return the log-prob of each kept token by plain forwards, 0 elsewhere, [B, T]."""
+    out = torch.zeros_like(batch["log_probs", "full"])
+    for i, t, token, p in each_token(policy.model, batch):
+        out[i, t] = p[token]
+    return out
+
+
 def grad_of(policy) -> Tensor:
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()])

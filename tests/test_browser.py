@@ -113,6 +113,10 @@ class Browser:
         sent = [p["request"]["url"] for n, p in self.events if n == "Network.requestWillBeSent"]
         return [url for url in sent if not url.startswith("data:")]
 
+    def all(self, selector: str, get: str = "textContent") -> list[Any]:
+        """Return an attribute of all elements that a selector names."""
+        return self.run(f"[...document.querySelectorAll('{selector}')].map((e) => e.{get})")
+
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -222,12 +226,10 @@ def test_a_page_fits_and_asks_for_nothing(browser, pages, tmp_path, name, width)
 
 def test_the_button_in_a_header_sorts_by_number_and_back_with_empty_cells_last(browser, pages):
     browser.open(pages["sweep"], width=1280)
-    heads = "[...document.querySelectorAll('th')].map((head) => head.textContent)"
-    place = browser.run(heads).index("objective")
+    place = browser.all("th").index("objective")
     for down in (False, True):
         browser.run(f"document.querySelectorAll('th button')[{place}].click()")
-        cells = f"document.querySelectorAll('tbody td:nth-child({place + 1})')"
-        texts = browser.run(f"[...{cells}].map((cell) => cell.textContent)")
+        texts = browser.all(f"tbody td:nth-child({place + 1})")
         values = [float(text) for text in texts if text]
         assert values == sorted(values, reverse=down)
         assert len(set(values)) == 4
@@ -236,19 +238,18 @@ def test_the_button_in_a_header_sorts_by_number_and_back_with_empty_cells_last(b
 
 def test_the_browser_of_replies_goes_through_iterations_and_finds_texts(browser, pages):
     browser.open(pages["report"], width=390)
-    groups = "[...document.querySelectorAll('#browser .group')]"
-    shown = f"{groups}.map((group) => group.querySelector('.prompt').textContent)"
-    where = "document.querySelector('#browser output').textContent"
-    assert browser.run(where) == "iteration 60 of 60"
-    assert browser.run("document.querySelectorAll('#browser u[title]').length") > 20
+    group = "#browser .group"
+    assert browser.all("#browser output") == ["iteration 60 of 60"]
+    assert len(browser.all("#browser u[title]")) > 20
     browser.run("document.querySelector('#browser .along button').click()")
-    assert browser.run(where) == "iteration 9 of 60"
-    assert browser.run(shown) == [f"{g} of 9" for g in range(6)]
-    assert browser.run(f"{groups}[0].querySelectorAll('.said .reply').length") == 8
-    assert "<b>r901" in browser.run(f"{groups}[0].textContent"), "no markup"
+    assert browser.all("#browser output") == ["iteration 9 of 60"]
+    assert browser.all(f"{group} .prompt") == [f"{g} of 9" for g in range(6)]
+    assert len(browser.all(f"{group}:first-of-type .said .reply")) == 8
+    assert "<b>r901" in browser.all(group)[0], "no markup"
     search = "document.querySelector('#browser [type=search]')"
     browser.run(f"{search}.value = '<B>R83'; {search}.dispatchEvent(new Event('input'))")
-    assert browser.run(shown) == ["iteration 8 3 of 8"], "of any iteration, whatever the case"
+    found = browser.all(f"{group} .prompt")
+    assert found == ["iteration 8 3 of 8"], "of any iteration, whatever the case"
     assert browser.complaints() == []
 
 
@@ -265,40 +266,33 @@ def test_a_running_page_shows_the_next_iteration_at_the_same_place(browser, tmp_
         assert browser.complaints() == []
 
 
-def test_a_crosshair_tells_all_charts_a_drag_zooms_them_and_a_button_makes_a_log_axis(
-    browser, pages
-):
+def test_a_crosshair_tells_a_drag_zooms_and_a_button_makes_a_log_axis(browser, pages):
     browser.open(pages["report"], width=1280)
     browser.run("scrollTo(0, document.getElementById('curves').offsetTop)")
-    browser.run(
-        "plots = [...document.querySelectorAll('.charts')][0].querySelectorAll('[data-plot]')"
-    )
-    box = browser.run("(b => [b.x, b.y, b.width])(plots[0].getBoundingClientRect())")
+    browser.run("plots = document.querySelector('.charts').querySelectorAll('[data-plot]')")
+    left, top, wide = browser.run("(b => [b.x, b.y, b.width])(plots[0].getBoundingClientRect())")
 
     def mouse(kind: str, share: float) -> None:
-        place = {"x": box[0] + share * box[2], "y": box[1] + 90, "clickCount": 1}
+        place = {"x": left + share * wide, "y": top + 90, "clickCount": 1}
         browser.call("Input.dispatchMouseEvent", type=kind, button="left", **place)
 
+    def ticks(anchor: str) -> list[str]:
+        found = f"plots[1].querySelectorAll('.plot > [text-anchor={anchor}]')"
+        return browser.run(f"[...{found}].map((t) => t.textContent)")
+
     mouse("mouseMoved", 0.5)
-    heads = browser.run("[...plots].map((p) => p.querySelector('.cross text')?.textContent)")
-    (head,) = {*heads}
-    assert head in [f"iteration {i}" for i in range(25, 35)]
+    (head,) = {*browser.run("[...plots].map((p) => p.querySelector('.cross text')?.textContent)")}
+    i = int(head.removeprefix("iteration "))
+    assert 25 <= i < 35
     said = browser.run("plots[0].querySelector('.cross').textContent")
-    i = int(head.split()[1])
     assert f"task {metrics(i, 1.0)['reward/raw_mean']:.4g}" in said
     whole = browser.run("plots[1].querySelector('.plot').innerHTML")
     for kind, share in (("mousePressed", 0.5), ("mouseMoved", 0.6), ("mouseReleased", 0.7)):
         mouse(kind, share)
-    ticks = (
-        "[...plots[1].querySelectorAll('.plot > [text-anchor=middle]')].map((t) => t.textContent)"
-    )
-    assert {float(t) for t in browser.run(ticks)[:-1]} <= {*range(28, 46)}
+    assert {float(t) for t in ticks("middle")[:-1]} <= {*range(28, 46)}
     button = "plots[1].querySelector('.log').dispatchEvent(new Event('click'))"
     browser.run(button)
-    heights = (
-        "[...plots[1].querySelectorAll('.plot > [text-anchor=end]')].map((t) => t.textContent)"
-    )
-    assert browser.run(heights)[0] in ("0.01", "0.1", "1")
+    assert ticks("end")[0] in ("0.01", "0.1", "1")
     browser.run(f"{button}; plots[0].dispatchEvent(new Event('dblclick'))")
     assert browser.run("plots[1].querySelector('.plot').innerHTML") == whole
     assert browser.complaints() == []

@@ -1,11 +1,10 @@
 """A chat as an environment: what reset and step write, in each mode, and ids that keep up."""
 
-import math
-
 import pytest
 import torch
 from contracts import Words, make_policy, prompts
-from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
+from tensordict import TensorDict, lazy_stack
+from uneven_chats import data, replied
 
 from envs import ChatEnv, TransformedEnv
 from envs.chat_io import change_chats
@@ -39,27 +38,13 @@ def row(text: str, turns: int = 1) -> dict:
     return {"messages": [user(text)], "turns": turns}
 
 
-def data(*rows: dict) -> TensorDict:
-    td = TensorDict({"stream": fold(3, torch.arange(len(rows)))}, batch_size=[len(rows)])
-    return td.set("row", NonTensorStack(*[NonTensorData(r) for r in rows]))
-
-
-def reply(td: TensorDict, texts: str, complete: list[bool] | None = None) -> TensorDict:
-    """Write the replies, a word each, as a policy would."""
-    words = texts.split()
-    pairs = zip(words, complete or [True] * len(words), strict=True)
-    said = History.from_chats([[assistant(t) | {"is_complete": c}] for t, c in pairs])
-    full = td["history"].prompt.extend(said, inplace=False, dim=-1)
-    return td.set(("history", "full"), full)
-
-
 def test_reset_repeats_each_prompt_in_a_row_with_a_stream_of_its_own():
     env = ChatEnv(Counting(), group_size=2)
     td = env.reset(data(*map(row, ASKED)))
     asked = [chat[-1]["content"] for chat in td["history", "prompt"].chats()]
     assert asked == [t for t in ASKED for _ in range(2)]
     assert td["group_id"].tolist() == [0, 0, 1, 1, 2, 2]
-    want = [int(fold(fold(3, i), s)) for i in range(3) for s in range(2)]
+    want = [int(fold(fold(0, i), s)) for i in range(3) for s in range(2)]
     assert td["stream"].tolist() == want
     assert len(set(want)) == 6
     assert [r["messages"][0]["content"] for r in list(td["row"])] == asked
@@ -73,7 +58,7 @@ def test_a_query_is_enough_without_a_task():
     chats = out["history", "prompt"].chats()
     system = {"role": "system", "content": "Be brief."}
     assert chats[4:] == [[system, user("Three?")]] * 2
-    out = env.step(reply(out, "yes " * 6))
+    out = env.step(replied(out, *["yes"] * 6))
     assert out["next", "reward"].tolist() == [[0.0]] * 6
     assert not out["next", "done"].any(), "only a task or a turn limit ends an episode"
     assert list(out["next", "question"]) == [t for t in ASKED for _ in range(2)]
@@ -86,7 +71,7 @@ def test_step_writes_the_outcome_of_each_chat():
     task = Counting()
     env = ChatEnv(task, max_turns=3)
     td = env.reset(data(row("One?", 1), row("Two?", 2), row("Three?", 9)))
-    out = env.step(reply(td, "a b c", [True, True, False]))["next"]
+    out = env.step(replied(td, *"abc", complete=[True, True, False]))["next"]
     want = {"reward": [[1.0]] * 3, "success": [[False]] * 3, "done": [[True], [False], [False]]}
     assert {key: out[key].tolist() for key in want} == want
     assert set(out["reward_part"].keys()) == {"turn", "half"}
@@ -103,9 +88,9 @@ def test_how_an_episode_ends():
     env = ChatEnv(Counting(), max_turns=2)
     td = env.reset(data(row("a", 2), row("b", 2), row("c", 5), row("d", 5)))
     complete = [True, False, True, False]
-    out = env.step(reply(td, "x " * 4, complete))["next"]
+    out = env.step(replied(td, *"xxxx", complete=complete))["next"]
     assert not out["done"].any()
-    out = env.step(reply(out, "y " * 4, complete))["next"]
+    out = env.step(replied(out, *"yyyy", complete=complete))["next"]
     assert out["terminated"].flatten().tolist() == [True, False, False, False]
     assert out["truncated"].flatten().tolist() == [False, True, True, True]
     assert out["done"].all()
@@ -113,25 +98,21 @@ def test_how_an_episode_ends():
 
 
 class Lenient(Words):
-    """Report a part only where it applies; earn no number for a bad word."""
+    """Report a part only where it applies."""
 
     def reward(self, row: dict, reply: Reply) -> Reward:
         parts = {"length": 1.0} | ({"polite": 1.0} if "please" in reply.text else {})
-        return Reward(total=math.nan if "bad" in reply.text else 1.0, parts=parts, success=True)
+        return Reward(total=1.0, parts=parts, success=True)
 
 
-def test_rewards_that_cannot_be_averaged_are_an_error():
-    """A mean over the replies needs the part of each, and numbers."""
-    start = data(*Words().rows("train")[:2])
+@pytest.mark.parametrize("texts", [("ab", ("please", "please")), (("a", "please"),)])
+def test_parts_that_not_every_reply_has_are_an_error(texts):
     env = ChatEnv(Lenient())
-    env.step(reply(env.reset(start), "a b"))
-    for made, texts, says in (
-        (env, "please please", "'length', 'polite'"),
-        (ChatEnv(Lenient()), "a please", "'length', 'polite'"),
-        (env, "a bad", r"Lenient.*'bad'"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            made.step(reply(made.reset(start), texts))
+    *sound, last = (replied(env.reset(data(row("a"), row("b"))), *text) for text in texts)
+    for td in sound:
+        env.step(td)
+    with pytest.raises(ValueError, match="'length', 'polite'"):
+        env.step(last)
 
 
 MODES = ("history", "text", "tokens")
@@ -194,13 +175,12 @@ def test_tokens_go_on_as_they_were_sampled():
 
 @pytest.mark.parametrize("batched", [True, False])
 def test_a_query_may_be_a_text_messages_or_a_history(batched):
-    asked = {"role": "user", "content": "Hello?"}
-    answered = [asked, {"role": "assistant", "content": "Well?"}]
+    answered = [user("Hello?"), assistant("Well?")]
     env = ChatEnv(batch_size=(2,), system_role="boss", user_role="child", system_prompt="Go.")
     boss = {"role": "boss", "content": "Go."}
     history = History.from_chats([answered] * 2 if batched else answered)
     size = [2] if batched else []
-    for query, want in (("Hello?", [asked | {"role": "child"}]), (history, answered)):
+    for query, want in (("Hello?", [user("Hello?") | {"role": "child"}]), (history, answered)):
         td = env.reset(TensorDict({"query": query}, batch_size=size))
         assert td["history"].prompt.chats() == [[boss, *want]] * 2
 
@@ -214,10 +194,10 @@ def test_an_action_is_needed_and_may_be_a_bare_history(mode):
     if mode != "history":
         with pytest.raises(RuntimeError, match="tokenizer"):
             ChatEnv(input_mode=mode)
-    if mode == "history":
-        full = [*td["history"].prompt.chats()[0], {"role": "assistant", "content": "Well!"}]
-        action = TensorDict({"history": History.from_chats([full])}, batch_size=(1,))
-        assert env.step(action)["next", "history"].prompt.chats() == [full]
+        return
+    full = [*td["history"].prompt.chats()[0], assistant("Well!")]
+    action = TensorDict({"history": History.from_chats([full])}, batch_size=(1,))
+    assert env.step(action)["next", "history"].prompt.chats() == [full]
 
 
 class Noted(ToolTransformBase):
@@ -242,8 +222,7 @@ def test_ids_after_a_step_are_those_of_a_fresh_rendering(late):
         texts = [tokenizer.apply_chat_template(chat, **options) for chat in chats]
         assert ids == tokenizer(texts)["input_ids"]
         said = f"the number of people {turn}"
-        full = [[*chat, assistant(said)] for chat in chats]
-        td.set(("history", "full"), History.from_chats(full))
+        replied(td, said, said)
         new = tokenizer(said + "<|im_end|>", add_special_tokens=False)["input_ids"]
         full = [torch.tensor(before + new[: len(new) - k]) for k, before in enumerate(ids)]
         td.set("tokens", lazy_stack([Tokens(full=row) for row in full]))  # the second was cut

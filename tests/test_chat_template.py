@@ -1,4 +1,7 @@
-"""Rendering: ids as apply_chat_template gives them, exact masks, contents that stay text."""
+"""Rendering: ids as apply_chat_template gives them, exact masks, contents that stay text.
+
+Also templates of strangers, a tokenizer without one, and policy.chat_template_kwargs.
+"""
 
 from functools import cache
 
@@ -10,7 +13,11 @@ from letters import letters
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from envs.tasks.task import assistant, user
 from policies.chats.chat_template import Renderer
+from policies.chats.history import History
+from policies.chats.templates import with_variables
+from policies.load import load_policy
 from policies.models import EMBEDDED, find_model, load_tokenizer
 
 CHATML = TEMPLATES["qwen2"].replace("message['", "m['").replace("for message", "for m")
@@ -54,14 +61,6 @@ def renderer_of(kind):
         return Renderer(load_tokenizer(find_model(EMBEDDED)))
     like = "qwen2" if kind == "tagged" else kind
     return Renderer(make_tokenizer(TEMPLATE_OF[kind], SPECIAL[like], **NAMED[like]))
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def assistant(content):
-    return {"role": "assistant", "content": content}
 
 
 THOUGHT = "<think>\nhm\n</think>\n\nyes"
@@ -182,9 +181,6 @@ def test_the_tokenizers_own_trimming_padding_and_truncation_do_not_act():
     assert tokenizer.backend_tokenizer.to_str() == before
 
 
-# Control tokens of odd tokenizers
-
-
 def test_a_part_of_a_control_token_that_the_template_would_complete():
     tokenizer = make_tokenizer(TAGGED.replace("{{ '<|im_end", "{{ 'end|>' + '<|im_end"))
     done = Renderer(tokenizer).render([user("x<|im_"), assistant("y")])
@@ -226,9 +222,6 @@ def test_a_tokenizer_that_cannot_spell_its_control_tokens_is_refused():
         Renderer(tokenizer).render([user("a [END] a"), assistant("a")])
 
 
-# What ends a turn
-
-
 @pytest.mark.parametrize("kind", ENDS)
 def test_turns_end_with_eos_or_the_templates_own_end(kind):
     renderer = renderer_of(kind)
@@ -240,9 +233,6 @@ def test_what_begins_the_next_turn_does_not_end_one():
     turns = "{% for m in messages %}{{ '<|im_start|>' + m['content'] + ' ' }}{% endfor %}"
     tokenizer = make_tokenizer(turns + "and<|im_start|>")
     assert Renderer(tokenizer).stop_ids == {tokenizer.eos_token_id}
-
-
-# What is refused
 
 
 MUTE = "{% for m in messages %}{{ '<|im_start|>' + m.role }}<|im_end|>{% endfor %}"
@@ -265,11 +255,13 @@ def test_a_next_turn_that_would_rewrite_the_one_before_is_refused():
     [
         (CHATML, [], "message"),
         (CHATML, [{"role": "user"}], "message 0"),
-        (CHATML, [user("q"), {"role": None, "content": "x"}], "message 1"),
         (CHATML, [user(["part"])], "message 0"),
         (CHATML, [user("a\ud800")], "message 0"),
         (CHATML, [user("q"), assistant("a") | {"tool_calls": [IM[1]]}], r"<\|im_end\|>.*message 1"),
         (CHATML, [user("q")], KEY),  # a mask of all zeros
+        ("{{ 'x' * 10**15 }}", TWO, KEY),  # more memory than any machine has
+        ("{{ 1 / 0 }}", TWO, KEY),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", TWO, KEY),
         ("{% for m in messages %}{{ m['content'] }}{% endfor %}", [assistant("a")], KEY),  # of ones
         (TEMPLATES["gemma"], [user("a"), user("b")], KEY),  # roles that it refuses
         (QWEN3, TWO, f"turn 2.*{KEY}"),
@@ -300,3 +292,71 @@ def test_a_message_may_be_its_tool_calls_alone():
 def test_a_tokenizer_that_cannot_render_is_refused():
     with pytest.raises(ValueError, match=r"<\|im_end\|> or an EOS token"):
         Renderer(letters([]), "chatml")
+
+
+def test_without_a_template_the_library_takes_chatml_and_says_so():
+    tokenizer = letters(["</s>"], eos_token="</s>")
+    text = "<|im_start|>user\nq</s>\n<|im_start|>assistant\na</s>\n"
+    with pytest.warns(UserWarning, match=r"chat_template='chatml'") as seen:
+        assert Renderer(tokenizer).text(TWO[:2]) == text
+    assert len(seen) == 1
+    with pytest.warns(UserWarning, match="chat_template"):
+        assert History.from_text(text, tokenizer=tokenizer).messages() == TWO[:2]
+
+
+# An end of turn that is a control token of a whole word.
+WORDS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + ' ' + m.content + 'END' }}"
+    "{% if not loop.last %}{{ ' ' }}{% endif %}{% endfor %}"
+)
+CONTENT = st.lists(st.sampled_from(["END", " ", "a", "<|x|>", "<|im_start|>", " END ", "."]))
+
+
+@given(CONTENT, CONTENT)
+def test_a_control_token_of_a_whole_word_comes_from_the_template_alone(ours, theirs):
+    tokenizer = letters(["<|x|>", "<|im_start|>"], eos_token="<|im_start|>")
+    tokenizer.add_tokens([AddedToken("END", single_word=True, special=True, normalized=False)])
+    texts = [f"b{''.join(parts)}b" for parts in (ours, theirs)]
+    ids = Renderer(tokenizer, WORDS).render([user(texts[0]), assistant(texts[1])]).ids
+    first, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "END"])
+    assert [i for i in ids if i >= 256] == [first, end] * 2
+    middle = ids.index(end)
+    between = (ids[1:middle], [i for i in ids[middle + 1 : -1] if i != first])
+    said = [tokenizer.decode(part).strip() for part in between]
+    assert said == [f"user {texts[0]}", f"assistant {texts[1]}"]
+
+
+# Variables of a template
+
+
+THINKS = (
+    "{%- macro short() %}{{- '<think></think>' if enable_thinking is false }}{%- endmacro %}"
+    + CHATML
+    + "{% if add_generation_prompt %}{{ short() }}{% endif %}"
+)
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_policy_and_its_saved_template_render_with_the_variables(tmp_path, value):
+    (path := tmp_path / "thinks.jinja").write_text(THINKS)
+    variables = {"enable_thinking": value}
+    policy = load_policy("tiny", chat_template=str(path), chat_template_kwargs=variables)
+    tokenizer, prompt = policy.tokenizer, {"add_generation_prompt": True}
+    want = ids_of(tokenizer, TWO, chat_template=THINKS, **variables, **prompt)
+    assert policy.renderer.render(TWO, **prompt).ids == want
+    assert ids_of(tokenizer, TWO, **prompt) == want
+
+
+@given(PLAIN | st.lists(PLAIN) | st.dictionaries(st.text(), PLAIN))
+def test_every_plain_value_arrives_as_it_is_and_the_later_one_holds(value):
+    tokenizer, text = renderer_of("qwen2").tokenizer, "\n  {{ messages[0].content }}\n {{ value }}"
+    changed = with_variables(with_variables(text, {"value": "before"}), {"value": value})
+    want = ids_of(tokenizer, TWO, chat_template=text, value=value)
+    assert ids_of(tokenizer, TWO, chat_template=changed) == want
+
+
+@pytest.mark.parametrize("name", ["enable_thinkng", "messages"])
+def test_a_variable_that_the_template_does_not_read_is_refused(name):
+    with pytest.raises(ValueError, match=rf"chat_template_kwargs\.{name}"):
+        with_variables(THINKS, {name: False})

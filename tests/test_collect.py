@@ -1,15 +1,32 @@
-"""Trajectories: exact ids of all turns, with masks, log-probs and rewards in their places."""
+"""Batches: where they come from, a function of (seed, iteration), and what they hold.
+
+Exact ids of all turns, with masks, log-probs and rewards in their places; the table of the keys.
+"""
 
 from itertools import pairwise
 
 import pytest
 import torch
-from contracts import G, Words, make_policy, prompts, rollout
-from tensordict import TensorDict
+from contracts import G, Words, leash, make_policy, one_process, prompts, rollout
+from drawn import Flat, Many, dynamic
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from uneven_chats import FEW_SHOT, Uneven, start
 
+import trainer
 from envs.chat_env import ChatEnv
+from policies.load import load_reference
+from policies.random import fold
+from policies.scorer import Critic
+from trainer.batch import KEYS
 from trainer.collect import collect
+from trainer.demonstrations import Demonstrations
+from trainer.evaluation import Evaluate
+from trainer.metrics import summarize
+from trainer.reference import Reference
+from trainer.runtime import Runtime
+from trainer.sources import Rollouts, picks
 from trainer.transcripts import transcript
 
 
@@ -121,3 +138,189 @@ def test_a_policy_that_does_not_generate_and_a_chat_that_nobody_ends_are_refused
     with pytest.raises(ValueError, match="max_turns=1"):
         collect(prompts(1), ChatEnv(group_size=2), make_policy())
     assert collect(prompts(1), ChatEnv(group_size=2, max_turns=1), make_policy()).shape == (2,)
+
+
+# The table of the batch's keys (trainer/batch.py).
+
+
+OPTIONAL = ("<name>", "<metric>")
+
+
+def entry_of(path: tuple[str, ...]) -> object:
+    """Return the key of the table that stands for a path in a batch, None if there is none."""
+    names = (path[0] if len(path) == 1 else path, *((path[0], name) for name in OPTIONAL))
+    return next((key for key in names if key in KEYS), None)
+
+
+def leaves(td: TensorDictBase, prefix: tuple[str, ...] = ()):
+    """Yield key and value of every entry that holds one, through containers."""
+    for name, value in td.items():
+        if hasattr(value, "to_tensordict") and not isinstance(value, NonTensorStack):
+            yield from leaves(value.to_tensordict(), (*prefix, name))
+        elif value is not None:
+            yield (*prefix, name), value
+
+
+@pytest.fixture(scope="module")
+def made() -> list[TensorDict]:
+    """Return a batch of GRPO with all verbs there are, and one of PPO, as the update gets them."""
+    policy, task, runtime = make_policy.__wrapped__(), Words(turns=2), one_process()
+    parts = {"task": task, "generator": policy, "runtime": runtime, "size": 4}
+    parts["env"] = ChatEnv(task, group_size=G, max_turns=2)
+    verbs = [
+        trainer.OverlongPenalty(max_tokens=12, buffer=4),
+        trainer.DropTruncated(),
+        trainer.ImportanceSampling(policy=policy),
+    ]
+    retrieve = Reference(policy, load_reference(policy))
+    source = trainer.DynamicRollouts(**parts, after_rollout=verbs, rounds=1)
+    grpo = trainer.GroupAdvantage(group_size=G, leash=leash())(retrieve(source(0)))
+    policy.scorer.critic = Critic(policy.scorer)
+    paid = leash(where="reward")
+    gae = trainer.GAEAdvantage(policy=policy, runtime=runtime, leash=paid)
+    ppo = gae(retrieve(trainer.Rollouts(**parts)(0)))
+    return [grpo, ppo]
+
+
+def test_every_entry_of_a_batch_is_in_the_table_with_its_shape_and_dtype(made) -> None:
+    seen = set()
+    for batch in made:
+        shapes = {"[B, T]": batch["loss_mask"].shape, "[B]": batch.batch_size}
+        for path, value in leaves(batch):
+            key = entry_of(path)
+            assert key is not None, f"{path} is not in trainer/batch.py"
+            seen.add(key)
+            shape, _, dtype = KEYS[key].kind.rpartition(" ")
+            if dtype == "text":
+                assert isinstance(value, NonTensorStack), path
+                continue
+            assert value.shape in [shapes[s] for s in shape.split(" or ")], path
+            assert dtype in ("any", str(value.dtype).removeprefix("torch.")), path
+    assert set(KEYS) - seen == {"weight"}, "the table has keys that no batch has"
+
+
+def test_the_parts_of_a_reward_still_add_up_after_the_verbs(made):
+    batch = made[0]
+    assert set(batch["reward_part"].keys()) == {"length", "overlong"}
+    total = sum(batch["reward_part"].values())
+    torch.testing.assert_close(batch["reward_raw"].sum(-1), total)
+    assert (batch["reward_part", "overlong"] < 0).any()
+    assert not batch["loss_mask"][batch["truncated"]].any()
+
+
+# Where batches come from.
+
+
+def rollouts(runtime, size: int = 2) -> Rollouts:
+    env = ChatEnv(Words(), group_size=3)
+    return Rollouts(task=Words(), env=env, generator=make_policy(), runtime=runtime, size=size)
+
+
+@given(size=st.integers(1, 9), count=st.integers(1, 12), seed=st.integers(0, 99))
+def test_every_epoch_holds_each_row_once(size, count, seed):
+    """Epochs begin inside an iteration, or several times in one."""
+    taken = [p for i in range(2 * size) for p in picks(i, size=size, count=count, seed=seed)]
+    epochs = [taken[k : k + size] for k in range(0, len(taken), size)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+
+
+def test_prompts_are_a_function_of_seed_and_iteration(tmp_path):
+    source, later = rollouts(Runtime(tmp_path, seed=3)), rollouts(Runtime(tmp_path, seed=3))
+    first = source.prompts(5)
+    source.prompts(0)
+    torch.rand(3)
+    assert (first == later.prompts(5)).all()
+    want = [int(fold(3, 5, i)) for i in range(2)]
+    assert first["stream"].tolist() == want
+    other = rollouts(Runtime(tmp_path, seed=4)).prompts(5)
+    assert not set(other["stream"].tolist()) & set(want)
+    assert not set(source.prompts(6)["stream"].tolist()) & set(want)
+
+
+class Writing(Words):
+    """Its reward writes into the row that it is given."""
+
+    def reward(self, row, reply):
+        row["messages"].append({"role": "user", "content": "and again"})
+        row["answer"] = "seen"
+        return super().reward(row, reply)
+
+
+def test_what_a_reward_writes_into_its_row_is_in_no_later_prompt():
+    found = {}
+    for task in (Words(), Writing()):
+        parts = {"task": task, "generator": make_policy(), "runtime": one_process()}
+        source = Rollouts(**parts, env=ChatEnv(task, group_size=2), size=4)
+        texts = [list(map(str, source(i).get("prompt").tolist())) for i in (0, 0)]
+        evaluate = Evaluate(**parts, env=ChatEnv(task), num_samples=2)
+        found[type(task)] = texts, evaluate(0), evaluate(0)
+    assert found[Writing] == found[Words]
+
+
+# Dynamic sampling.
+
+
+def rows_of(batch) -> list[tuple]:
+    """Return what each row is, without padding."""
+    names = ("reward_raw", "loss_mask", ("log_probs", "full"), ("tokens", "full"))
+    return [
+        (str(row["prompt"]), int(row["group_id"]), *(row[name][real].tolist() for name in names))
+        for row in batch
+        for real in [row["masks", "all_attention_mask"]]
+    ]
+
+
+def test_idle_places_are_drawn_again_with_other_rows_and_the_rest_stays(tmp_path):
+    source = dynamic(Runtime(tmp_path, seed=1), Many())
+    redrawn = 0
+    for iteration in range(2):
+        before, batch = Rollouts.sample(source, iteration), source(iteration)
+        after, draws = rows_of(batch), batch["logged", "group/resampled"].tolist()
+        for k, row in enumerate(rows_of(before)):
+            if row[0] in Many.flat:
+                redrawn += 1
+                assert after[k][0] not in Many.flat
+                assert draws[k] > 0
+                assert after[k][1] == row[1] == k // 3, "it keeps its place"
+            else:
+                assert (after[k], draws[k]) == (row, 0)
+        assert batch["loss_mask"].any(-1).all()
+        assert rows_of(source(iteration)) == after
+    assert redrawn > 3
+
+
+def test_what_stays_idle_had_a_row_of_its_own_each_time_and_leaves_the_loss(tmp_path):
+    source = dynamic(Runtime(tmp_path), Flat(), rounds=9)
+    batch = source(0)
+    assert not batch["loss_mask"].any()
+    rows = [[r["answer"] for r in source.prompts(0, k).get("row").tolist()] for k in range(10)]
+    for place in range(4):
+        assert sorted(r[place] for r in rows[:8]) == sorted(Flat.flat), "each row comes once"
+    streams = {int(s) for k in range(10) for s in source.prompts(0, k)["stream"]}
+    assert len(streams) == 40
+    metrics = summarize(batch.set("reward", batch["reward_raw"]), source.runtime)
+    assert (metrics["group/zero_variance_fraction"], metrics["group/resampled"]) == (1, 9)
+
+
+# Demonstrations.
+
+
+class Chat(Words):
+    """A demonstration of two turns."""
+
+    def demonstrations(self) -> list[dict]:
+        texts = [("user", "Sort 2 1"), ("assistant", "1 2"), ("user", "8 7"), ("assistant", "7 8")]
+        return [{"messages": [{"role": r, "content": c} for r, c in texts]}]
+
+
+@pytest.mark.parametrize("mask", ["assistant", "prompt"])
+def test_the_mask_says_which_turns_are_learnt(mask):
+    policy, task = make_policy(), Chat()
+    env = ChatEnv(task, system_prompt="Be brief.")
+    parts = {"task": task, "env": env, "policy": policy, "runtime": one_process()}
+    batch = Demonstrations(**parts, size=1, mask=mask)(0)
+    masks = batch["masks", "all_attention_mask"], batch["loss_mask"]
+    whole, learnt = (policy.tokenizer.decode(batch["tokens", "full"][keep]) for keep in masks)
+    system = {"role": "system", "content": "Be brief."}
+    assert whole == policy.renderer.text([system, *task.demonstrations()[0]["messages"]])
+    assert learnt == {"assistant": "1 2<|im_end|>", "prompt": ""}[mask] + "7 8<|im_end|>"

@@ -1,23 +1,29 @@
 """LLMCollector: the turns of chats side by side, whole chats, and who asks whom for the policy.
+And MCAdvantage, the advantages over chats that it finishes, by hand.
 
 That the KL transforms get the policy from it is a row of the specification (kl.py).
 """
 
+import statistics
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from contracts import Words, make_policy, prompts
-from tensordict import TensorDict
+from contracts import Words, close, make_policy, prompts
+from tensordict import TensorDict, lazy_stack
 from uneven_chats import Uneven, start
 
 from envs.chat_env import ChatEnv, DatasetChatEnv
 from envs.transforms.step_counter import StepCounter
+from policies.padding import pad
 from trainer.collect import collect
 from trainer.torchrl.collector import LLMCollector
+from trainer.torchrl.loss_modules import GRPOLoss
+from trainer.torchrl.mc_advantage import MCAdvantage
 
 TRAJ = ("collector", "traj_ids")
-FULL = ("tokens", "full")
+FULL, VALUES = ("tokens", "full"), ("log_probs", "full")
 LAST = {"yield_only_last_steps": True}
 
 
@@ -41,9 +47,6 @@ def test_a_chat_that_ends_makes_room_for_the_next_prompt():
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_whole_chats_are_those_of_collect_turn_by_turn(padded):
-    def widened(row, key):  # up to the length of the whole chat
-        return torch.nn.functional.pad(row[key], (0, size - len(row[key])))
-
     policy = make_policy().get_new_version(pad_output=padded)
     whole = collect(start(Uneven()), ChatEnv(Uneven(), max_turns=3), policy)
     data = iter([start(Uneven())])
@@ -52,30 +55,22 @@ def test_whole_chats_are_those_of_collect_turn_by_turn(padded):
     assert {number: len(turns) for number, turns in chats.items()} == {0: 1, 1: 2, 2: 3}
     for number, turns in chats.items():
         want, real = whole[number], whole["masks", "all_attention_mask"][number]
-        size = int(real.sum())
         for key in (FULL, ("masks", "all_assistant_mask")):
-            assert turns[-1][key].tolist() == want[key][real].tolist()
-        marks = sum(widened(t, ("masks", "all_response_mask")).int() for t in turns)
-        assert marks.tolist() == want["loss_mask"][real].int().tolist()
-        values = sum(widened(t, ("log_probs", "full")) for t in turns)
-        torch.testing.assert_close(values, want["log_probs", "full"][real], atol=1e-5, rtol=0)
-        reward = sum(float(t["next", "reward"]) for t in turns)
-        assert reward == float(want["reward_raw"].sum())
+            assert torch.equal(turns[-1][key], want[key][real])
+        for key, same in ((("masks", "all_response_mask"), "loss_mask"), (VALUES, VALUES)):
+            summed = pad([turn[key] for turn in turns]).sum(0)  # as long as the whole chat
+            close(summed, want[same][real], 1e-5, str(key))
+        assert sum(float(t["next", "reward"]) for t in turns) == float(want["reward_raw"].sum())
 
 
-@pytest.mark.parametrize("mode", ["tokens", "text"])
-def test_other_input_modes_give_the_same_ids(mode):
-    policy, ids = make_policy(), {}
-    for way in ("history", mode):
-        env = ChatEnv(Uneven(), max_turns=3, input_mode=way, tokenizer=policy.tokenizer)
-        data = iter([start(Uneven())])
-        version = policy.get_new_version(input_mode=way)
-        whole = {"yield_completed_trajectories": True}
-        played = LLMCollector(env, policy=version, dataloader=data, **whole)
-        ids[way] = [[row.tolist() for row in chat.get(FULL, as_list=True)] for chat in played]
-    turns = (0, -1) if mode == "tokens" else (0,)  # texts of later turns are tokenised again
-    for turn in turns:
-        assert [chat[turn] for chat in ids[mode]] == [chat[turn] for chat in ids["history"]]
+def test_the_modes_of_histories_and_tokens_give_the_same_ids():
+    policy, ids = make_policy(), []
+    for mode in ("history", "tokens"):
+        env = ChatEnv(Uneven(), max_turns=3, input_mode=mode, tokenizer=policy.tokenizer)
+        made = {"policy": policy.get_new_version(input_mode=mode), "dataloader": [start(Uneven())]}
+        batch = LLMCollector(env, dialog_turns_per_batch=10, flatten_data=True, **made).rollout()
+        ids.append([row.tolist() for row in batch.get(FULL, as_list=True)])
+    assert ids[0] == ids[1]
 
 
 def test_only_the_last_turns_are_kept_and_all_are_counted():
@@ -138,25 +133,25 @@ def test_an_environment_may_have_its_own_data():
 
 def test_new_weights_of_any_form_are_loaded_and_count_a_version():
     policy, other = make_policy.__wrapped__(), make_policy.__wrapped__()
-    with torch.no_grad():
-        for p in other.model.parameters():
-            p.mul_(1.1)
+    state, weight = other.model.state_dict(), policy.model.model.norm.weight
     collector = LLMCollector(ChatEnv(Words()), policy=policy, dataloader=[prompts(1)],
                              dialog_turns_per_batch=1, track_policy_version=True)  # fmt: skip
-    name = "model.norm.weight"
     assert int(collector.rollout()["policy_version"]) == collector.policy_version == 0
-    state = other.model.state_dict()
-    ways = [(other,), (state,), (TensorDict(state).unflatten_keys("."),), ()]
-    for version, weights in enumerate(ways, start=1):
-        with torch.no_grad():
-            policy.model.model.norm.weight.zero_() if weights else None
-        collector.update_policy_weights_(*weights)
-        assert torch.equal(policy.model.state_dict()[name], state[name])
+    for version, new in enumerate((other, state, TensorDict(state).unflatten_keys(".")), start=1):
+        torch.nn.init.zeros_(weight)
+        collector.update_policy_weights_(new)
+        assert torch.equal(weight, state["model.norm.weight"])
         row = collector.rollout()
         assert int(row["policy_version"]) == collector.policy_version == version
+    collector.update_policy_weights_()  # the policy itself was trained
+    assert collector.policy_version == version + 1
     untracked = uneven(policy, dialog_turns_per_batch=1)  # the policy's own
-    assert untracked.rollout()["policy_version"].tolist() == [[len(ways)]] * 3
+    assert untracked.rollout()["policy_version"].tolist() == [[version + 1]] * 3
     assert untracked.policy_version is None
+
+
+def several():
+    return make_policy().get_new_version(num_samples=2)
 
 
 @pytest.mark.parametrize(
@@ -166,12 +161,99 @@ def test_new_weights_of_any_form_are_loaded_and_count_a_version():
         ({"policy": None}, TypeError, "policy_factory"),
         ({**LAST, "dataloader": [3]}, TypeError, "got 3"),
         ({**LAST, "dataloader": [{"text": "Hi"}]}, TypeError, "'query'"),
-        ({**LAST, "policy": {"num_samples": 2}}, ValueError, "num_samples"),
+        ({**LAST, "policy": None, "policy_factory": several}, ValueError, "num_samples"),
     ],
 )
 def test_what_cannot_be_collected_is_named(kwargs, error, match):
-    kwargs = {"policy": {}, **kwargs}
-    if kwargs["policy"] is not None:
-        kwargs["policy"] = make_policy().get_new_version(**kwargs["policy"])
     with pytest.raises(error, match=match):
-        LLMCollector(ChatEnv(Words()), **kwargs).rollout()
+        LLMCollector(ChatEnv(Words()), **{"policy": make_policy(), **kwargs}).rollout()
+
+
+# MCAdvantage.
+
+
+def chat(prompt: str, rewards: list[float], done: bool = True) -> TensorDict:
+    """Return a finished chat of as many turns as there are rewards, [T]."""
+    ends = [False] * (len(rewards) - 1) + [done]
+    turns = [TensorDict(reward=[r], done=[end]) for r, end in zip(rewards, ends, strict=True)]
+    return lazy_stack([TensorDict(query=prompt, next=turn) for turn in turns])
+
+
+def standardised(values: list[float]) -> Any:
+    """Return values minus their mean over their unbiased standard deviation."""
+    mean, std = statistics.mean(values), statistics.stdev(values)
+    return pytest.approx([(v - mean) / std for v in values], abs=1e-5)
+
+
+def column(td: TensorDict) -> list[float]:
+    return [float(row["advantage"]) for row in td.unbind(0)]
+
+
+def test_a_full_group_comes_out_and_the_queue_is_empty():
+    advantage = MCAdvantage(2)
+    for _ in range(2):  # the second round needs two new chats
+        assert advantage(chat("say", [0.0])) is None
+        assert advantage(chat("other", [5.0, 1.0])) is None
+        assert column(advantage(chat("say", [1.0, 0.0]))) == standardised([0.0, 1.0, 0.0])
+        assert column(advantage(chat("other", [2.0]))) == standardised([5.0, 1.0, 2.0])
+        assert not advantage.queues
+
+
+def test_a_return_of_a_chat_goes_to_all_its_turns():
+    """Of three chats: two returns are the same once they are standardised."""
+    chats = ([2.0, -1.0, 0.0], [1.0, 3.0], [0.0])
+    rows = lazy_stack([turn for rewards in chats for turn in chat("a", rewards).unbind(0)])
+    for how, returns in {"sum": [1, 4, 0], "max": [2, 3, 0], "mean": [1 / 3, 2, 0]}.items():
+        got = column(MCAdvantage(3, trajectory_return=how)(rows))
+        assert [got[0], got[3], got[5]] == standardised(returns)
+        assert got == [got[0]] * 3 + [got[3]] * 2 + [got[5]]
+    assert "advantage" not in rows
+
+
+def test_rewards_of_tokens_are_standardised_over_all_tokens_of_the_group():
+    rows = [chat("a", [0.0])[0] for _ in range(2)]
+    for row, reward in zip(rows, ([[1.0], [2.0]], [[4.0]]), strict=True):
+        row["next", "reward"] = torch.tensor(reward)
+    advantages = [row["advantage"] for row in MCAdvantage(2)(lazy_stack(rows)).unbind(0)]
+    assert [a.shape for a in advantages] == [(2, 1), (1, 1)]
+    assert torch.cat(advantages).flatten().tolist() == standardised([1.0, 2.0, 4.0])
+
+
+def test_a_group_without_a_signal_is_dropped():
+    for rewards, kept in ((0.0, 0.0), False), ((1.0, 1.0), False), ((0.0, 1.0), True):
+        advantage = MCAdvantage(2, trajectory_return="sum", keep_return_bounds=(0.0, 1.0))
+        out = advantage(lazy_stack([chat("a", [reward])[0] for reward in rewards]))
+        assert (out is not None) == kept, "the bounds are outside"
+        assert not advantage.queues
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: MCAdvantage(1), ValueError, "grpo_size"),
+        (lambda: MCAdvantage(2)(chat("a", [0.0], done=False)), RuntimeError, "done"),
+        (lambda: MCAdvantage(2)(chat("a", [0.0]).exclude("query")), TypeError, "prompt_key"),
+    ],
+)
+def test_what_cannot_be_a_group_is_named(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_collector_advantage_and_loss_go_together():
+    policy, env = make_policy(), ChatEnv(Words(2), group_size=3, max_turns=2)
+    whole = {"dataloader": [prompts(2, turns=2)], "yield_completed_trajectories": True}
+    advantage = MCAdvantage(3, prompt_key="group_id", trajectory_return="sum")
+    group = next(iter(LLMCollector(env, policy=policy, postproc=advantage, **whole)))
+    got, rewards = column(group), group["next", "reward"].view(3, 2)  # three chats of two turns
+    assert got[::2] == got[1::2] == standardised(rewards.sum(-1).tolist())
+    actor = policy.get_new_version(generate=False)
+    lengths = [int(m.sum()) for m in group.get(("masks", "all_response_mask"), as_list=True)]
+    mean = sum(a * n for a, n in zip(got, lengths, strict=True)) / sum(lengths)
+    rows = list(group.unbind(0))
+    chats = lazy_stack([lazy_stack(rows[i : i + 2]) for i in (0, 2, 4)])  # [3, 2]
+    for strategy, batch in (("sft", group), ("rlhf", group), ("sft", chats)):
+        out = GRPOLoss(actor, masking_strategy=strategy, entropy_bonus=False)(batch)
+        # Each sampled token counts once, at the ratio 1.
+        assert float(out.loss_objective.detach()) == pytest.approx(-mean, abs=1e-4)
+        assert float(out.kl_approx) == pytest.approx(0.0, abs=1e-4)

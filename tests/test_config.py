@@ -15,11 +15,11 @@ from omegaconf import OmegaConf
 from refusals import refusal
 from runs import ROOT, asked, environment
 
-from conf.build import build, make_leash, make_task
+from conf.build import build, make_leash
 from conf.cli import expand
 from conf.compose import compose_checked
 from conf.resume import read_saved
-from envs.tasks import Reply, Reward, Task
+from envs.tasks import Reward, Task
 from policies.optional_packages import EXTRAS
 from trainer.runs.find import nothing_left
 
@@ -29,6 +29,7 @@ EXPERIMENTS = [path.stem for path in FILES if path.parent.name == "experiment"]
 GROUPS = [f"{p.parent.name}={p.stem}" for p in FILES if p.parent.name != "experiment"]
 OWN = ("env=own", "allow_targets=true")
 UNJUDGED = ("eval.num_samples=0", "eval.greedy=false")
+SEARCH = "hydra.searchpath=[file://.]"
 OFFLINE = ("kl.coeff=0", "kl.measure=false")
 ROWS = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answer": "#### 4"}]
 
@@ -76,9 +77,14 @@ GOES_WITH = {  # what a group file leaves to the user, or needs beside it
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch) -> Path:
-    """Go to an empty folder with a data file."""
+    """Go to a folder with data files, an old run and a module that leash's own hides."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    for folder in ("run/model", "envs", "experiment"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "envs" / "mine.py").touch()
+    (tmp_path / "experiment" / "bare.yaml").write_text("kl:\n  coeff: 1\n")
+    (tmp_path / "experiment" / "typo.yaml").write_text("# @package _global_\nkl:\n  ceoff: 1\n")
     (tmp_path / "torn.jsonl").write_text(json.dumps(ROWS[0]) + "\n{oops")
     return tmp_path
 
@@ -104,7 +110,6 @@ def test_every_group_file_composes_with_what_it_leaves_to_the_user(group):
 FAULTS = [  # words, and the key that the line names
     (["kl.ceoff=0.1"], r"no key kl\.ceoff.*kl\.coeff"),
     (["algorithm.gamma=0.9"], "algorithm=ppo"),
-    (["num_generations=4"], r"algorithm\.group_size"),
     (["loss_type=dr_grpo"], r"algorithm\.aggregation=constant"),
     (["env=nope"], "env=nope.*chats"),
     (["experiment=grpo_tny"], r"experiment=grpo_tny.*grpo_tiny"),
@@ -138,11 +143,15 @@ FAULTS = [  # words, and the key that the line names
     (["env=gsm8k", "env.dataset=torn.jsonl"], "torn.jsonl, line 2"),
     (["env=own"], r"env\.task\._target_"),
     (own("Words", "algorithm=sft", *OFFLINE), "demonstrations"),
+    ([*OWN, "env.task._target_=envs.mine.Task"], rf"envs is {ROOT / 'envs'}, not .*envs"),
     ([*OWN, "env.task._target_=no_such_file.Task"], "no_such_file.*PYTHONPATH"),
     (["experiment=grpo_own"], r"env\.dataset"),
     (["experiment=rm_tiny", "eval.num_samples=2"], r"eval\.num_samples=0 eval\.greedy=false"),
     (["mode=evaluate", "experiment=rm_tiny"], "mode=evaluate"),
     (["preflight=true", "mode=chat"], "preflight"),
+    (["experiment=grpo_tiny", "output_dir=run"], "run already holds a run"),
+    ([SEARCH, "experiment=typo"], r"kl\.ceoff.*experiment/typo\.yaml.*kl\.coeff"),
+    ([SEARCH, "experiment=bare"], r"experiment/bare\.yaml: .*# @package _global_"),
     (["resume=nowhere"], r"nowhere.*config\.yaml"),
 ]
 
@@ -154,19 +163,10 @@ def test_a_fault_is_one_line_that_names_the_key(words, key):
     assert "\n" not in str(caught.value)
 
 
-def test_a_fault_inside_a_file_names_key_and_file(place):
-    (place / "experiment").mkdir()
-    (place / "experiment" / "typo.yaml").write_text("# @package _global_\nkl:\n  ceoff: 1\n")
-    line = refusal(f"hydra.searchpath=[file://{place}]", "experiment=typo")
-    assert re.search(r"kl\.ceoff.*experiment/typo\.yaml.*kl\.coeff", line)
-    (place / "experiment" / "bare.yaml").write_text("kl:\n  coeff: 1\n")
-    line = refusal(f"hydra.searchpath=[file://{place}]", "experiment=bare")
-    assert re.search(r"experiment/bare\.yaml: .*# @package _global_", line)
+PACKAGES = {"peft": "policy.lora.r=8", "vllm": "policy.engine=vllm"}
 
 
-@pytest.mark.parametrize(
-    ("package", "word"), [("peft", "policy.lora.r=8"), ("vllm", "policy.engine=vllm")]
-)
+@pytest.mark.parametrize(("package", "word"), PACKAGES.items())
 def test_a_missing_package_is_refused_with_its_extra(package, word, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     assert refusal(word) == EXTRAS[package]
@@ -177,14 +177,6 @@ def test_a_part_gets_its_keys_by_name_and_those_of_its_node_come_first():
     node = {**cfg.algorithm.objective, "clip_high": 0.7}
     made = build(node, cfg.algorithm, leash=make_leash(cfg))
     assert (made.bounds.low, made.bounds.high) == (0.1, 0.7)
-
-
-def test_rewards_of_the_configuration_are_added_to_that_of_the_task():
-    env = compose_checked(["env=sort_digits", "env.task_weight=0.5", *added("short")])["env"]
-    task, chat = make_task(env), [{"role": "user", "content": ""}]
-    row = task.task.row("21")
-    assert task.reward(row, Reply("12", True, chat)).total == pytest.approx(0.5 + 0.5)
-    assert task.reward(row, Reply("1200", True, chat)).parts["own"] == 0, "limit=3"
 
 
 @pytest.fixture
@@ -232,20 +224,15 @@ def test_resume_of_a_finished_run_has_nothing_left_unless_more_is_asked_for(old_
         asked([resume, "trainer.num_iterations=5"])
 
 
-def test_a_folder_with_files_that_a_run_would_replace_is_refused(place):
-    (place / "run" / "model").mkdir(parents=True)
-    with pytest.raises(ValueError, match="already holds a run"):
-        asked(["experiment=grpo_tiny", "output_dir=run"])
-
-
 def test_a_sweep_checks_all_jobs_first_and_is_refused_in_one_line(place):
+    before = {*place.rglob("*.yaml")}
     command = [sys.executable, str(ROOT / "train.py"), "-m", "seed=1,2", "kl.coeff=0,-1"]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert ended.returncode == 2, ended.stderr
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: ")
     assert "kl.coeff" in line
-    assert not list(place.rglob("*.yaml"))
+    assert {*place.rglob("*.yaml")} == before
 
 
 def test_the_last_word_wins():
@@ -253,12 +240,3 @@ def test_the_last_word_wins():
     words = ["experiment=grpo_tiny", "seed=1", "kl.coeff=0.1", "kl=reward", "seed=3", "kl.coeff=0"]
     config = compose_checked(words)
     assert (config["seed"], config["kl"]["coeff"], config["kl"]["where"]) == (3, 0, "reward")
-
-
-def test_a_module_that_leash_hides_is_told_with_both_places(tmp_path, monkeypatch):
-    (tmp_path / "envs").mkdir()
-    (tmp_path / "envs" / "mine.py").touch()
-    monkeypatch.chdir(tmp_path)
-    words = ["env=own", "allow_targets=true", "env.task._target_=envs.mine.Task"]
-    text = refusal(*words)
-    assert f"envs is {ROOT / 'envs'}, not {tmp_path / 'envs'}" in text

@@ -1,16 +1,23 @@
-"""The containers: dense and ragged access, a chat as messages, text and tokens, specs."""
+"""The containers: dense and ragged access, a chat as messages, text and tokens, specs.
+
+And History: chats in, chats out; growing; rendering.
+"""
 
 from importlib.metadata import version
 
 import pytest
 import torch
 from contracts import make_policy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from letters import letters
 from tensordict import TensorDict, lazy_stack
 
 from policies.chats.chat_template import Renderer
 from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from policies.chats.history import History
-from policies.padding import is_ragged, rows
+from policies.padding import is_ragged, pad, pad_mask, rows
+from policies.specs import Composite, NonTensor, Unbounded
 
 pytestmark = [
     pytest.mark.usefixtures("list_setting"),
@@ -18,6 +25,20 @@ pytestmark = [
 ]
 ASK = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Yo"}
+SHORT, LONG = [ASK], [{"role": "system", "content": "Be kind"}, ASK, REPLY]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CALLS = [{"function": {"name": "add", "arguments": {"a": 1}}}, {"function": {"name": "b"}}]
+MESSAGES = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["system", "user", "assistant", "tool"]),
+        "content": st.text("aé \n<|"),
+    },
+    optional={"tool_calls": st.just(CALLS), "tool_responses": st.just(["1", "2"])},
+)
+CHAT = st.lists(MESSAGES, min_size=1, max_size=4)
 PARTS = ("prompt", "response", "full")
 
 
@@ -25,16 +46,10 @@ def ragged(*sizes: int) -> Tokens:
     return lazy_stack([Tokens(full=torch.arange(size), padded=False) for size in sizes])
 
 
-WHERE = {
-    "in a dense TensorDict": (lambda stack: TensorDict(a=stack, batch_size=[2]), ("a",)),
-    "in a lazy stack": (lambda s: lazy_stack([TensorDict(a=r) for r in s.unbind(0)]), ("a",)),
-}
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_every_documented_way_to_read_ragged_rows(where):
-    place, path = WHERE[where]
-    td, key = place(ragged(3, 5)), (*path, "full")
+@pytest.mark.parametrize("lazy", [False, True])
+def test_every_documented_way_to_read_ragged_rows(lazy):
+    td, key = TensorDict(a=ragged(3, 5), batch_size=[2]), ("a", "full")
+    td = lazy_stack(list(td.unbind(0))) if lazy else td
     expected = [[0, 1, 2], [0, 1, 2, 3, 4]]
     lists = [td.get(key, as_list=True), rows(td, key)]
     lists += [td.get(key, as_nested_tensor=True, layout=torch.jagged).unbind()]
@@ -48,8 +63,7 @@ def test_every_documented_way_to_read_ragged_rows(where):
 
 def test_stacks_of_stacks_and_dense_data_are_read_by_the_same_helpers():
     td = TensorDict(a=lazy_stack([ragged(3, 5), ragged(2, 4)]), batch_size=[2, 2])
-    sizes = [[len(row) for row in chat] for chat in rows(td, ("a", "full")) or ()]
-    assert sizes == [[3, 5], [2, 4]]
+    assert [[len(row) for row in chat] for chat in rows(td, ("a", "full"))] == [[3, 5], [2, 4]]
     full = torch.arange(6).reshape(2, 3)
     td = TensorDict(tokens=Tokens(full=full, padded=True, batch_size=[2]), batch_size=[2])
     assert [row.tolist() for row in rows(td, ("tokens", "full")) or ()] == full.tolist()
@@ -124,10 +138,9 @@ def test_other_templates_batches_and_renderers(tokenizer):
 
 def test_chats_made_one_by_one_without_a_batch_size_are_read(tokenizer):
     texts = chats("prompt").to_text(tokenizer).prompt
-    bare = [ChatHistory(prompt=History.from_chats(prompt)) for prompt, _ in CHATS]
-    assert lazy_stack(bare).to_text(tokenizer).prompt == texts
-    single = [ChatHistory(prompt=History.from_chats([prompt])) for prompt, _ in CHATS]
-    assert lazy_stack(single).to_text(tokenizer).prompt == [[text] for text in texts]
+    for of, want in ((lambda chat: chat, texts), (lambda chat: [chat], [[t] for t in texts])):
+        made = [ChatHistory(prompt=History.from_chats(of(prompt))) for prompt, _ in CHATS]
+        assert lazy_stack(made).to_text(tokenizer).prompt == want
 
 
 # Specs.
@@ -146,10 +159,132 @@ def test_default_specs_fit_what_a_wrapper_writes(form, generate):
             assert kind.default_spec(batch).explain(out.get(name)) == ""
 
 
-def test_default_specs_name_what_does_not_fit():
-    ids = torch.zeros(2, 3)
-    floats = Tokens(full=ids, padded=True, batch_size=[2])
-    tokens = Tokens(full=ids.long(), padded=True, batch_size=[2])
-    assert Tokens.default_spec((2,)).explain(floats).startswith("full: expected torch.int64")
-    assert Tokens.default_spec((3,)).explain(tokens).startswith("full: expected shape [3, -1]")
-    assert Tokens.default_spec((2,), keys=["assistant"]).explain(tokens) == "assistant: missing"
+def test_examples_have_the_dtype_of_real_data():
+    """TorchRL's are float32, whatever the data are."""
+    for cls, dtype in ((Tokens, torch.int64), (LogProbs, torch.float32), (Masks, torch.bool)):
+        for example in (cls.default_spec((3,)).zero(), cls.default_spec((3,)).rand()):
+            fields = [v for v in example.values() if isinstance(v, torch.Tensor)]
+            assert {(v.dtype, v.shape) for v in fields} == {(dtype, torch.Size([3, 1]))}
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"a": torch.zeros(2, 3, dtype=torch.int64)}, "a: "),
+        ({"a": torch.zeros(2, 3, 1)}, "a: "),
+        ({"b": TensorDict(batch_size=[2])}, "b: c: "),
+        ({"b": torch.zeros(2)}, "b: "),
+        ({"t": torch.zeros(2)}, "t: "),
+    ],
+)
+def test_what_does_not_fit_is_named(change, place):
+    spec = Composite({"a": Unbounded((2, -1)), "t": NonTensor((2,))}, shape=(2,))
+    spec["b", "c"] = Unbounded((2,), dtype=torch.bool)
+    good = TensorDict(
+        {"a": torch.zeros(2, 5), ("b", "c"): torch.ones(2, dtype=torch.bool), "t": ["x", "y"]},
+        batch_size=[2],
+    )
+    assert spec.explain(good) == ""
+    ((key, value),) = change.items()
+    assert spec.explain(good.set(key, value)).startswith(place)
+
+
+def test_ragged_rows_are_checked_row_by_row():
+    spec = Composite({"a": Unbounded((2, -1))}, shape=(2,))
+    assert not spec.explain(lazy_stack([TensorDict(a=torch.zeros(n)) for n in (1, 4)]))
+    rows = lazy_stack([TensorDict(a=torch.zeros(1)), TensorDict(a=torch.zeros(4, 1))])
+    assert spec.explain(rows).startswith("a: ")
+
+
+# History.
+
+
+@pytest.fixture(scope="module")
+def chatml():
+    names = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    return letters(["<|im_end|>", "<|im_start|>"], CHATML, **names)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(CHAT, CHAT), min_size=1, max_size=3))
+def test_chats_come_out_as_they_went_in_and_grow_as_lists_do(pairs):
+    first, second = ([pair[i] for pair in pairs] for i in (0, 1))
+    history, more = History.from_chats(first), History.from_chats(second)
+    assert history.chats() == first
+    assert [row.messages() for row in history.unbind(0)] == first
+    for dim in (1, -1):
+        longer = history.extend(more, inplace=False, dim=dim)
+        assert longer.chats() == [a + b for a, b in pairs]
+    assert history.extend(more, inplace=False).chats() == first + second
+    heads = History.from_chats([chat[0] for chat in second])
+    assert history.append(heads, inplace=False).chats() == [[*a, b[0]] for a, b in pairs]
+    assert history.chats() == first
+    assert history.extend(more, dim=1) is history
+    assert history.chats() == longer.chats()
+
+
+def test_a_batch_is_ragged_and_keeps_which_replies_were_cut():
+    history = History.from_chats([SHORT, LONG])
+    assert history.get("role", as_list=True) == [["user"], ["system", "user", "assistant"]]
+    replies = History.from_chats([[REPLY | {"is_complete": done}] for done in (False, True)])
+    full = history.extend(replies, inplace=False, dim=1)
+    assert full.get("is_complete") == [[True, False], [True] * 4]
+    deep = History.from_chats([[SHORT], [LONG]])
+    deep.extend(History.from_chats([[LONG], [SHORT]]), dim=1)
+    assert [row.chats() for row in deep.unbind(0)] == [[SHORT, LONG], [LONG, SHORT]]
+
+
+@pytest.mark.parametrize(
+    "chats",
+    [[], "hello", [ASK, "Hi"], [{"role": "user"}], [{"role": 1, "content": ""}], [ASK | {"x": 1}]],
+)
+def test_malformed_chats_are_refused(chats):
+    with pytest.raises(ValueError, match="expected"):
+        History.from_chats(chats)
+
+
+def test_dimensions_must_fit():
+    one, both = History(**ASK, batch_size=[]), History.from_chats([SHORT, LONG])
+    for grow, more, options in (
+        (one.append, one, {}),
+        (both.append, both, {}),
+        (both.extend, History.from_chats(LONG), {}),
+        (both.extend, both, {"dim": 2}),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=r"expected|zip"):
+            grow(more, **options)
+
+
+def test_stacked_messages_are_rendered_as_text_and_padding_ones_are_not(chatml):
+    history = torch.stack([History(**message) for message in LONG])
+    history.extend(History(role="<none>", content="x", batch_size=[2]))
+    assert history.messages() == LONG
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in LONG)
+    named = {"tokenizer": chatml, "chat_template_name": "chatml_format"}
+    assert history.apply_chat_template(add_generation_prompt=False, **named) == text
+    batch = History.from_chats([SHORT, LONG]).apply_chat_template(tokenizer=Renderer(chatml))
+    assert batch[1] == text + "<|im_start|>assistant\n"
+
+
+def test_masks_of_ragged_and_padded_batches(chatml):
+    other = [ASK, REPLY, ASK, {"role": "assistant", "content": "longer"}]
+    batch = History.from_chats([LONG, other])
+    options = {"tokenizer": chatml, "add_generation_prompt": False}
+    td = batch.apply_chat_template(return_dict=True, **options)
+    ids, masks = (td.get(k, as_list=True) for k in ("input_ids", "assistant_masks"))
+    said = [chatml.decode(i[m]) for i, m in zip(ids, masks, strict=True)]
+    assert said == ["Yo<|im_end|>", "Yo<|im_end|>longer<|im_end|>"]
+    dense = batch.apply_chat_template(return_tensors="pt", padding=True, **options)
+    real = pad_mask([len(row) for row in ids])  # on the right
+    assert torch.equal(dense["attention_mask"], real)
+    assert torch.equal(dense["input_ids"][real], torch.cat(ids))
+    assert torch.equal(dense["assistant_masks"], pad(masks))
+
+
+def test_only_a_chat_with_a_reply_needs_an_assistant_mask(chatml):
+    options = {"tokenizer": chatml, "return_assistant_tokens_mask": True}
+    td = History.from_chats([SHORT, LONG]).apply_chat_template(**options)
+    assert [m.any().item() for m in td.get("assistant_masks", as_list=True)] == [False, True]
+    wrong = CHATML.replace("{% endfor %}", "{% endfor %}{% generation %}{% endgeneration %}")
+    with pytest.raises(ValueError, match="assistant mask"):
+        History.from_chats(LONG).apply_chat_template(chat_template=wrong, **options)

@@ -9,14 +9,11 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from envs import ChatEnv, DatasetChatEnv, GSM8KEnv, check_env_specs
-from envs.chat_io import write_action
 from envs.rewards import MATHRewardParser
 from envs.tasks.task import assistant, user
 from policies.chats.containers import ChatHistory
 from policies.chats.history import History
 from trainer.collect import collect
-
-MODES = ("history", "text", "tokens")
 
 
 @pytest.fixture
@@ -32,36 +29,21 @@ def asked(td: TensorDict) -> list[str]:
 
 
 def say(env, td: TensorDict, *texts: str) -> TensorDict:
-    """Step with these replies, each closed by its end-of-turn token, in the env's own mode."""
-    base = env.base_env
-    if base.input_mode == "history":
-        full = [
-            [*chat, assistant(text)]
-            for chat, text in zip(td["history"].prompt.chats(), texts, strict=True)
-        ]
-        td.set(("history", "full"), History.from_chats(full))
-    elif base.input_mode == "text":
-        pairs = zip(td["text"].prompt, texts, strict=True)
-        td["text"].full = [prompt + text + "<|im_end|>" for prompt, text in pairs]
-    else:
-        td = write_action(td, "tokens", base.renderer, "assistant")
-        for row, text in zip(td["tokens"].unbind(0), texts, strict=True):
-            said = base.tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
-            row.full = torch.cat([row.prompt, torch.tensor(said)])
+    """Step with these replies."""
+    said = History.from_chats([[assistant(text)] for text in texts])
+    td.set(("history", "full"), td["history"].prompt.extend(said, inplace=False, dim=1))
     return env.step(td)["next"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_right_answer_earns_its_reward_in_every_mode(sums, mode):
+def test_a_right_answer_earns_its_reward(sums):
     """The system prompt has the tags too: only the reply counts."""
-    tokenizer = make_policy().tokenizer
-    env = GSM8KEnv(dataset=sums, shuffle=False, num_envs=3, tokenizer=tokenizer, input_mode=mode)
+    env = GSM8KEnv(dataset=sums, shuffle=False, num_envs=3)
     assert "<answer>" in env.SYSTEM_PROMPT
     td = env.reset()
     assert asked(td) == ["0 + 1?", "1 + 1?", "2 + 1?"]
     think = "<think>one more</think> "
     out = say(env, td, think + "<answer>$1.0</answer>", "<answer>7 1</answer> 2", "it is 3")
-    want = {
+    for key, want in {
         "reward": [1.0, 0.1, 0.0],
         "reward_right": [1.0, 0.1, 0.0],
         "reward_answer": [1.0, 1.0, 0.0],
@@ -69,10 +51,8 @@ def test_a_right_answer_earns_its_reward_in_every_mode(sums, mode):
         "success": [True, False, False],
         "terminated": [True, False, False],
         "done": [True, True, True],  # one step, by default
-    }
-    assert {key: out[key].flatten().tolist() for key in want} == {
-        key: pytest.approx(values) for key, values in want.items()
-    }
+    }.items():
+        assert out[key].flatten().tolist() == pytest.approx(want), key
 
 
 @pytest.mark.parametrize(
@@ -91,8 +71,10 @@ def test_a_wrong_answer_ends_the_episode_only_where_asked(sums, ends, done):
 
 
 def test_the_env_keeps_to_its_specs_and_the_trainer_plays_it(sums):
-    env = GSM8KEnv(dataset=sums, num_envs=4, repeats=2)
-    check_env_specs(env)
+    for mode in ("text", "tokens", "history"):
+        options = {"input_mode": mode, "tokenizer": make_policy().tokenizer}
+        env = GSM8KEnv(dataset=sums, num_envs=4, repeats=2, **options)
+        check_env_specs(env)
     assert asked(env.reset()) != asked(env.reset()), "asking for specs takes no row away"
     groups = collect(None, env.reset_dataloader(), make_policy())["group_id"].tolist()
     assert groups[0] == groups[1] != groups[2] == groups[3]
@@ -110,15 +92,16 @@ def test_a_group_never_comes_from_two_resets(sums, options):
 
 
 def test_the_order_is_that_of_the_seed(sums):
-    def drawn(seed: int, **options) -> list[str]:
+    def drawn(seed: int, **options) -> list[list[str]]:
         env = GSM8KEnv(dataset=sums, seed=seed, num_envs=5, **options)
-        first = [asked(env.reset()) for _ in range(2)]
-        assert first == [asked(env.reset_dataloader().reset()), asked(env.reset())]
-        return first[0] + first[1]
+        epochs = [asked(env.reset()) for _ in range(2)]
+        assert epochs == [asked(env.reset_dataloader().reset()), asked(env.reset())]
+        return epochs
 
-    assert drawn(1) == drawn(1) != drawn(2)
-    assert sorted(drawn(1)[:5]) == drawn(1, shuffle=False)[:5], "an epoch holds each row once"
-    assert drawn(1)[:5] != drawn(1)[5:], "each epoch has an order of its own"
+    first, second = drawn(1)
+    assert drawn(1) == [first, second] != drawn(2)
+    assert sorted(first) == sorted(second) == drawn(1, shuffle=False)[0]
+    assert first != second, "each epoch has an order of its own"
 
 
 ROWS = [{"query": f"{i}?", "weight": torch.tensor(float(i))} for i in range(4)]

@@ -1,105 +1,311 @@
-"""LLMMaskedCategorical against slow loops in float64: values, gradients, memory."""
+"""The masked categoricals against plain exponentials over the valid classes, in float64: values,
+gradients, samples, memory. And the road's TokenDistribution: its memory, and which tokens it is of;
+its numbers are in test_scorer.py, and that they are the public ones is a row of the specification.
+"""
 
 import gc
 import math
 import weakref
+from functools import partial
 
 import pytest
 import torch
-from torch.autograd import gradcheck
+from contracts import G, Words, make_policy, one_process
+from torch.autograd import gradgradcheck
+from torch.distributions import OneHotCategorical as TorchOneHot
+from torch.nn.functional import one_hot
 
 from benchmarks.measure import peak_bytes
-from policies.distributions.sequences import LLMMaskedCategorical
+from envs.chat_env import ChatEnv
+from policies import (
+    LLMMaskedCategorical,
+    MaskedCategorical,
+    MaskedOneHotCategorical,
+    OneHotCategorical,
+    ReparamGradientStrategy,
+    token_distribution,
+)
+from policies.token_distribution import Head, TokenDistribution
+from trainer import DynamicRollouts, Rollouts
 
-B, T, C = 2, 4, 5
+B, T, C, PAD = 2, 4, 5, 99
+RELAXED = ReparamGradientStrategy.RelaxedOneHot
 POSITIONS = torch.tensor([[False, True, True, True], [True, False, True, False]])
 TOKENS = torch.tensor(
     [[[1, 1, 0, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 0, 1, 0, 0]]] * B
 ).bool()
 TOKENS[1, 2, 3] = True
-MASKS = {"positions": POSITIONS, "tokens": TOKENS}
-VALUES = torch.tensor([[-100, 1, 2, 4], [0, 3, -100, 1]])
-both_masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+FULL = TOKENS.clone()  # with a valid class everywhere
+FULL[0, 2, 1] = True
+EVERY = torch.arange(C).reshape(C, 1, 1).expand(C, B, T)
 
 
-def logits(seed: int = 0) -> torch.Tensor:
+def scores(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(B, T, C, generator=generator, dtype=torch.float64) * 2
+    return torch.randn(*(shape or (B, T)), C, generator=generator, dtype=torch.float64) * 2
 
 
-def wide(mask: torch.Tensor) -> torch.Tensor:
-    """Return which tokens are valid at each position, [B, T, C]."""
-    return mask if mask.ndim == 3 else mask.unsqueeze(-1).expand(B, T, C)
+def masked_by(sparse: bool, mask: torch.Tensor = FULL) -> dict:
+    """Return the arguments of a mask, or of indices: out of order, repeated and padded."""
+    if not sparse:
+        return {"mask": mask}
+    order = torch.arange(C).flip(-1).expand(mask.shape)
+    indices = order.masked_fill(~mask.gather(-1, order), PAD)
+    return {"indices": torch.cat([indices, indices], -1), "padding_value": PAD}
 
 
-@both_masks
-def test_log_prob_entropy_and_mode_equal_a_slow_loop(mask):
-    x, dist = logits(), LLMMaskedCategorical(logits(), mask)
-    log_prob, entropy, mode = dist.log_prob(VALUES), dist.entropy(), dist.mode
-    for at in torch.cartesian_prod(torch.arange(B), torch.arange(T)).tolist():
-        at, value = tuple(at), int(VALUES[tuple(at)])
-        weights = {c: math.exp(x[at][c]) for c in range(C) if wide(mask)[at][c]}
-        total = sum(weights.values())
-        p = {c: weight / total for c, weight in weights.items()}
-        want = math.log(p[value]) if value in p else -math.inf
-        if value == -100 or (mask is POSITIONS and not p):
-            want = 0.0
-        assert log_prob[at].item() == pytest.approx(want, abs=1e-12)
-        spread = -sum(q * math.log(q) for q in p.values())
-        assert entropy[at].item() == pytest.approx(spread, abs=1e-12)
-        assert mode[at].item() == max(p, key=p.__getitem__, default=-100)
+def one_hots(sparse: bool | None, x, **kwargs):
+    """Return a distribution over one-hots and its mask."""
+    if sparse is None:
+        return OneHotCategorical(**x, **kwargs), torch.ones_like(FULL)
+    return MaskedOneHotCategorical(**x, **masked_by(sparse), **kwargs), FULL
 
 
-@both_masks
-def test_gradients(mask):
-    x = logits().requires_grad_()
-    finite = torch.tensor([[0, 1, -100, 2], [1, 1, 3, 2]])
-    value = VALUES if mask is POSITIONS else finite
-    for values in (value, torch.stack([value] * 3)):
-        assert gradcheck(lambda y, v=values: LLMMaskedCategorical(y, mask).log_prob(v), x)
-    assert gradcheck(lambda y: LLMMaskedCategorical(y, mask).entropy(), x)
+KINDS = {  # the valid classes and a distribution over them
+    "positions": (
+        POSITIONS.unsqueeze(-1).expand_as(TOKENS),
+        partial(LLMMaskedCategorical, mask=POSITIONS),
+    ),
+    "tokens": (TOKENS, partial(LLMMaskedCategorical, mask=TOKENS)),
+} | {
+    f"sparse={sparse}, fused={fused}": (
+        TOKENS,
+        partial(MaskedCategorical, **masked_by(sparse, TOKENS), use_cross_entropy=fused),
+    )
+    for sparse in (False, True)
+    for fused in (True, False)
+}
+all_kinds = pytest.mark.parametrize("kind", KINDS)
+sparse_or_dense = pytest.mark.parametrize("sparse", [False, True])
+of_sequences = pytest.mark.parametrize("kind", ["positions", "tokens"])
 
 
-@both_masks
-def test_no_gradient_is_nan_whatever_is_masked_and_masked_logits_get_none(mask):
-    x = logits().masked_fill(~wide(mask), torch.nan).requires_grad_()
-    dist = LLMMaskedCategorical(x, mask)
-    values = dist.log_prob(torch.full((B, T), 2))  # of masked tokens too
-    (values.sum() + dist.entropy().sum() + dist.rsample().square().sum()).backward()
-    assert torch.isfinite(x.grad).all()
-    assert (x.grad[~wide(mask)] == 0).all()
+@all_kinds
+def test_values_and_gradients_are_those_of_the_valid_classes_alone(kind):
+    (valid, make), x, weight = KINDS[kind], scores().requires_grad_(), scores(seed=1)
+    total = (x.exp() * valid).sum(-1, keepdim=True).clamp(min=1e-300)
+    log_p = x - total.log()
+    entropy = -(x.exp() / total * log_p * valid).sum(-1)
+    outside = 0.0 if kind == "positions" else -math.inf
+    found, dist = make(x).log_prob(EVERY).movedim(0, -1), make(x)
+    torch.testing.assert_close(found, log_p.masked_fill(~valid, outside))
+    torch.testing.assert_close(dist.entropy(), entropy)
+    for mine, theirs in (
+        ((found * weight)[valid], (log_p * weight)[valid]),
+        (dist.entropy() * weight[..., 0], entropy * weight[..., 0]),
+    ):
+        grads = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for out in (mine, theirs)]
+        torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("shape", [None, (), (2, 3)])
-@both_masks
-def test_samples_respect_the_mask_and_have_a_log_prob(mask, shape):
-    dist = LLMMaskedCategorical(logits(), mask, ignore_index=-7)
-    valid = wide(mask).any(-1)
-    drawn = dist.sample(shape)
-    assert drawn.shape == (*(shape or ()), B, T)
-    assert (drawn[..., ~valid] == -7).all()
+@sparse_or_dense
+@pytest.mark.parametrize("lead", [(), (2, 3)])
+def test_probabilities_and_one_hots_may_be_given_with_any_batch(lead, sparse):
+    mask, x = FULL[0, 0].expand(*lead, C), scores(*(lead or (1,))).exp()
+    x = x.reshape(*lead, C).requires_grad_()
+    how, probs = masked_by(sparse, mask), x * mask / (x * mask).sum(-1, keepdim=True)
+    dist, hot = MaskedCategorical(probs=x, **how), MaskedOneHotCategorical(probs=x, **how)
+    torch.testing.assert_close(dist.probs, probs)
+    torch.testing.assert_close(dist.logits, probs.log())
+    assert torch.equal(dist.mask, mask)
+    assert torch.equal(dist.mode, probs.argmax(-1))
+    assert torch.equal(hot.mode, one_hot(dist.deterministic_sample, C))
+    assert (dist.batch_shape, hot.batch_shape) == (lead, lead)
+    assert (dist.event_shape, hot.event_shape) == ((), (C,))
+    every = torch.arange(C).reshape(C, *[1] * len(lead)).expand(C, *lead)
+    for found in (dist.log_prob(every), hot.log_prob(one_hot(every, C))):
+        torch.testing.assert_close(found.movedim(0, -1), probs.log())
+    weight = scores(seed=1)[0, 0]
+    grads = [torch.autograd.grad((p * weight).sum(), x)[0] for p in (dist.probs, probs)]
+    torch.testing.assert_close(*grads)
+
+
+@of_sequences
+def test_samples_of_sequences_respect_the_mask_and_have_the_frequencies_and_the_gradient(kind):
+    (valid, make), x, y, w = KINDS[kind], scores(), scores(), scores(seed=1)
+    dist, probs = make(x.requires_grad_(), ignore_index=-7), y.requires_grad_().exp() * valid
+    probs = probs / probs.sum(-1, keepdim=True).clamp(min=1e-300)
+    torch.manual_seed(0)
+    drawn, known = dist.sample((4000,)), valid.any(-1)
+    assert (drawn[:, ~known] == -7).all()
     log_prob = dist.log_prob(drawn)
     assert torch.isfinite(log_prob).all()
-    assert (log_prob[..., ~valid] == 0).all()
-    hot = dist.rsample(shape)
-    assert torch.equal(hot.sum(-1), valid.expand(hot.shape[:-1]).double())
-
-
-def test_samples_have_the_frequencies_and_the_gradient_of_the_masked_probabilities():
-    torch.manual_seed(0)
-    x, y, w = logits().requires_grad_(), logits().requires_grad_(), logits(1)
-    probs = (y.exp() * TOKENS) / (y.exp() * TOKENS).sum(-1, keepdim=True).clamp(min=1e-300)
-    dist = LLMMaskedCategorical(x, TOKENS)
-    drawn = torch.bincount(dist.sample((4000,))[:, 0, 0], minlength=C).double() / 4000
-    assert torch.allclose(drawn, probs[0, 0], atol=0.03)
+    assert not log_prob[:, ~known].any()
+    assert torch.equal(dist.mode, probs.argmax(-1).masked_fill(~known, -7))
+    hot = dist.rsample((4000,))
+    assert torch.equal(hot.sum(-1), known.expand(4000, B, T).double())
+    assert torch.allclose(hot.mean(0), probs, atol=0.03)
     (dist.rsample() * w).sum().backward()
     (probs * w).sum().backward()
     assert torch.allclose(x.grad, y.grad)
 
 
-@both_masks
-def test_masked_copies_are_lazy_have_gradients_where_wanted_and_clear_cache_frees_them(mask):
-    dist = LLMMaskedCategorical(logits().requires_grad_(), mask)
+@sparse_or_dense
+def test_samples_have_the_frequencies_of_the_probabilities(sparse):
+    torch.manual_seed(0)
+    dist, _ = one_hots(sparse, {"logits": scores()})
+    wide = dist.expand((3, B, T))
+    assert (wide.batch_shape, wide.event_shape) == ((3, B, T), (C,))
+    found = wide.sample((20_000,)).double().mean(0)
+    assert torch.allclose(found, dist.probs.expand_as(found), atol=0.015)
+
+
+@of_sequences
+def test_no_gradient_is_nan_whatever_is_masked_and_masked_logits_get_none(kind):
+    valid, make = KINDS[kind]
+    x = scores().masked_fill(~valid, torch.nan).requires_grad_()
+    dist = make(x)
+    values = dist.log_prob(torch.full((B, T), 2))  # of masked tokens too
+    (values.sum() + dist.entropy().sum() + dist.rsample().square().sum()).backward()
+    assert torch.isfinite(x.grad).all()
+    assert (x.grad[~valid] == 0).all()
+
+
+@sparse_or_dense
+def test_no_gradient_is_nan_at_masked_zeros_infinities_or_invalid_values(sparse):
+    for given, masked, impossible in (("probs", 0, 0), ("logits", math.nan, -math.inf)):
+        x = scores().exp().masked_fill(~FULL, masked)
+        x[0, 1, 2] = impossible  # at a valid class
+        x.requires_grad_()
+        dist, _ = one_hots(sparse, {given: x})
+        values = dist.log_prob(one_hot(torch.full((B, T), 2), C))
+        assert values[0].tolist() == [-math.inf] * 3 + [0.0]
+        (values.sum() + dist.entropy().sum() + dist.rsample().square().sum()).backward()
+        assert torch.isfinite(x.grad).all()
+        assert (x.grad[~FULL] == 0).all()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@sparse_or_dense
+def test_a_finite_neg_inf_is_reported_exactly_and_takes_no_probability(sparse, fused):
+    x = scores().float()
+    plain = MaskedCategorical(x, **masked_by(sparse))
+    dist = MaskedCategorical(x, **masked_by(sparse), neg_inf=-1.0, use_cross_entropy=fused)
+    want = plain.log_prob(EVERY).masked_fill(~FULL.movedim(-1, 0), -1)
+    assert torch.allclose(dist.log_prob(EVERY), want)
+    assert (dist.logits[~FULL] == -1).all()
+    assert torch.equal(dist.probs, plain.probs)
+    assert torch.equal(dist.entropy(), plain.entropy())
+    hot, _ = one_hots(sparse, {"logits": x}, neg_inf=-1.0, grad_method=RELAXED)
+    assert (hot.rsample((200,))[..., ~FULL] == 0).all()
+
+
+def test_without_cross_entropy_there_is_a_second_derivative():
+    dist = partial(MaskedCategorical, mask=FULL, use_cross_entropy=False)
+    value = FULL.int().argmax(-1)
+    assert gradgradcheck(lambda x: dist(x).log_prob(value), scores().requires_grad_())
+
+
+@pytest.mark.parametrize("sparse", [False, True, None])  # None has no mask at all
+@pytest.mark.parametrize("method", ReparamGradientStrategy)
+def test_a_reparametrised_sample_is_hard_and_has_the_gradient_of_its_proxy(method, sparse):
+    x, y, w = scores().requires_grad_(), scores().requires_grad_(), scores(3, B, T, seed=1)
+    dist, mask = one_hots(sparse, {"logits": x}, grad_method=method)
+    torch.manual_seed(1)
+    hot = dist.rsample((3,))
+    torch.manual_seed(1)
+    if method is not RELAXED:
+        soft, want = (y.exp() * mask).expand_as(w), dist.sample((3,))
+    else:  # Gumbel's noise on the logits
+        noise = -(-torch.rand(w.shape, dtype=torch.float64).log()).log()
+        soft = (y.log_softmax(-1) + noise).exp() * mask
+        want = one_hot(soft.argmax(-1), C)
+    assert torch.equal(hot, want.double())
+    (hot * w).sum().backward()
+    (soft / soft.sum(-1, keepdim=True) * w).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+@sparse_or_dense
+def test_without_a_valid_class_there_are_no_samples_and_no_nan(sparse):
+    x, how = scores().requires_grad_(), masked_by(sparse, TOKENS)
+    dist, hot = MaskedCategorical(x, **how), MaskedOneHotCategorical(x, **how)
+    assert not dist.probs[0, 2].any()
+    (dist.entropy().sum() + dist.probs.square().sum()).backward()
+    assert torch.isfinite(x.grad).all()
+    relaxed = MaskedOneHotCategorical(x, **how, grad_method=RELAXED)
+    for call in (dist.sample, lambda: dist.mode, hot.sample, hot.rsample, relaxed.rsample):
+        with pytest.raises(ValueError, match=r"row \[0, 2\]"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("mask", {"mask": FULL[0]}),
+        ("padding_value", {"indices": torch.full((B, T, 2), PAD)}),
+        ("integers", {"indices": FULL.double()}),
+        ("indices", {"indices": FULL[0].long()}),
+        ("logits", {"mask": FULL, "logits": scores().long()}),
+        ("logits", {"mask": FULL, "logits": torch.where(FULL, math.nan, 0.0)}),
+        ("probs", {"mask": FULL, "logits": None, "probs": torch.where(FULL, -0.1, 1.0)}),
+    ],
+)
+def test_wrong_parameters_are_refused(key, given):
+    with pytest.raises(ValueError, match=key):
+        MaskedOneHotCategorical(**{"logits": scores(), **given})
+
+
+@sparse_or_dense
+def test_a_value_that_is_no_class_is_refused(sparse):
+    for value in (torch.full((B, T), -1), torch.full((B, T), C), torch.zeros(B, T)):
+        with pytest.raises(ValueError, match="integers"):
+            MaskedCategorical(scores(), **masked_by(sparse)).log_prob(value)
+    for value in (torch.zeros(C), torch.eye(C)[0] / 2 + 1 / 10, torch.eye(4)[0]):
+        with pytest.raises(ValueError, match="one-hots"):
+            one_hots(sparse, {"logits": scores()})[0].log_prob(value.expand(B, T, -1))
+
+
+def test_tokens_that_are_no_class_are_refused_unless_they_are_masked():
+    dist = LLMMaskedCategorical(scores(), POSITIONS, ignore_index=-7)
+    for bad in (-100, C):
+        value = torch.full((B, T), bad)
+        with pytest.raises(ValueError, match="ignore_index"):
+            dist.log_prob(value)
+        assert torch.isfinite(dist.log_prob(torch.where(POSITIONS, 1, value))).all()
+    assert not dist.log_prob(torch.full((B, T), -7)).any()
+    for value in (torch.zeros(B, T), EVERY[0, :, :3]):
+        with pytest.raises(ValueError, match=r"expected (integers|tokens)"):
+            dist.log_prob(value)
+
+
+@all_kinds
+def test_an_expanded_distribution_gives_the_same_values(kind):
+    dist = KINDS[kind][1](scores())
+    before, wide = dist.probs, dist.expand((C, B, T))
+    assert wide.batch_shape == (C, B, T)
+    assert torch.equal(wide.probs[1], before)
+    assert torch.equal(wide.log_prob(EVERY), dist.log_prob(EVERY))
+    assert torch.equal(wide.entropy()[2], dist.entropy())
+    assert torch.equal(wide.mask[2], dist.mask)
+
+
+def test_one_hot_equals_that_of_torch():
+    ours, theirs = OneHotCategorical(scores()), TorchOneHot(logits=scores())
+    every = theirs.enumerate_support()
+    assert torch.equal(ours.enumerate_support().double(), every)
+    assert torch.allclose(ours.log_prob(every), theirs.log_prob(every))
+    for name in ("mean", "variance", "probs", "logits"):
+        assert torch.allclose(getattr(ours, name), getattr(theirs, name))
+    assert torch.allclose(ours.entropy(), theirs.entropy())
+
+
+@all_kinds
+def test_half_precision_is_scored_in_float32(kind):
+    make, x = KINDS[kind][1], scores().bfloat16().requires_grad_()
+    out, want = (make(logits).log_prob(EVERY) for logits in (x, x.detach().double()))
+    assert out.dtype == torch.float32
+    assert torch.allclose(out.double(), want, atol=1e-5)
+    out.sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+
+
+# Memory.
+
+
+@of_sequences
+def test_masked_copies_are_lazy_have_gradients_where_wanted_and_clear_cache_frees_them(kind):
+    dist = KINDS[kind][1](scores().requires_grad_())
     dist.log_prob(torch.zeros(B, T, dtype=torch.int64))
     dist.entropy()
     assert not dist._cache  # neither needs a masked copy
@@ -129,32 +335,59 @@ def test_log_prob_and_entropy_make_no_copy_of_the_logits(name, dims, sliced):
     assert peak_bytes(backward) < 1.35 * x.nbytes  # the gradient itself is one
 
 
-@both_masks
-def test_an_expanded_distribution_gives_the_same_values(mask):
-    dist = LLMMaskedCategorical(logits(), mask)
-    expanded = dist.expand((3, B, T))
-    assert torch.equal(expanded.log_prob(torch.stack([VALUES] * 3))[1], dist.log_prob(VALUES))
-    assert torch.equal(expanded.entropy()[2], dist.entropy())
-    assert torch.equal(expanded.deterministic_sample[0], dist.mode)
+def test_cross_entropy_stores_no_normalised_copy_and_indices_cost_their_number():
+    x, value = torch.randn(16, 50_000), torch.zeros(16, dtype=torch.int64)
+    mask = torch.ones(x.shape, dtype=torch.bool)
+    peaks = []
+    for fused in (True, False):
+        dist = MaskedCategorical(x, mask=mask, use_cross_entropy=fused)
+        peaks.append(peak_bytes(lambda d=dist: d.log_prob(value)) / x.nbytes)
+    assert peaks[0] < 0.5 < 1 < peaks[1]
+    assert peak_bytes(lambda: MaskedCategorical(x, indices=value[:, None]).log_prob(value)) < 9999
 
 
-def test_half_precision_logits_give_float32_log_probs():
-    x = logits().bfloat16().requires_grad_()
-    out = LLMMaskedCategorical(x, POSITIONS).log_prob(VALUES)
-    want = LLMMaskedCategorical(x.detach().double(), POSITIONS).log_prob(VALUES)
-    assert out.dtype == torch.float32
-    assert torch.allclose(out.double(), want, atol=1e-5)
-    out.sum().backward()
-    assert x.grad.dtype == torch.bfloat16
+# The road's.
 
 
-def test_tokens_that_are_no_class_are_refused_unless_they_are_masked():
-    dist = LLMMaskedCategorical(logits(), POSITIONS, ignore_index=-7)
-    for bad in (-100, C):
-        value = torch.full((B, T), bad)
-        with pytest.raises(ValueError, match="ignore_index"):
-            dist.log_prob(value)
-        assert torch.isfinite(dist.log_prob(torch.where(POSITIONS, 1, value))).all()
-    for value in (torch.zeros(B, T), VALUES[:, :3]):
-        with pytest.raises(ValueError, match=r"expected (integers|tokens)"):
-            dist.log_prob(value)
+@pytest.mark.parametrize("wanted", ["log_probs", "entropy"])
+def test_logits_of_whole_sequences_never_exist(monkeypatch, wanted):
+    width, ids = 20_000, torch.randint(9, (4, 32))
+    head = Head(torch.randn(width, 8, requires_grad=True), None, None)
+    dist = TokenDistribution(head, torch.randn(ids.numel(), 8), ids >= 0)
+    whole = 4 * ids.numel() * width  # bytes of [B, T, V]
+
+    def run() -> None:
+        out = getattr(dist.scores(ids, learn=wanted == "entropy"), wanted)
+        torch.autograd.grad(out.sum(), head.weight)
+
+    assert peak_bytes(run) > whole, "the meter sees logits"
+    monkeypatch.setattr(token_distribution, "SLICE", 4 * width)
+    assert peak_bytes(run) < 0.25 * whole
+
+
+def test_a_distribution_over_no_token_says_nothing():
+    ids = torch.tensor([[5, 6, 7]])
+    dist = TokenDistribution(Head(torch.randn(9, 8), None, None), torch.zeros(0, 8), ids > 9)
+    scores = dist.scores(ids, learn=True)
+    assert not scores.log_probs.any()
+    assert not scores.entropy.any()
+
+
+@pytest.mark.parametrize("kind", [Rollouts, DynamicRollouts])
+def test_a_run_learns_the_tokens_that_its_mask_names(kind):
+    policy, task = make_policy(), Words(turns=3)
+    env = ChatEnv(task, group_size=G, max_turns=3)
+    parts = {"task": task, "env": env, "generator": policy, "runtime": one_process(), "size": 4}
+    for name in ("response", "assistant", "prompt"):
+        batch = kind(**parts, mask=name)(0)
+        kept = batch["loss_mask"].any(-1, keepdim=True)
+        assert kept.any()
+        want = batch["masks", "all_response_mask"]
+        if name == "prompt":  # the last turn alone
+            turns = [[t for t in range(len(r)) if r[t] and not r[t - 1]] for r in want.tolist()]
+            starts = torch.tensor([row[-1] for row in turns])
+            want = want & (torch.arange(want.shape[1]) >= starts[:, None])
+            assert want.sum() < batch["masks", "all_response_mask"].sum()
+        assert torch.equal(batch["loss_mask"], want & kept)
+    with pytest.raises(ValueError, match="reply"):
+        kind(**parts, mask="reply")(0)

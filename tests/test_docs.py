@@ -7,6 +7,8 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import warnings
+from base64 import b64decode
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +17,7 @@ import pytest
 import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from runs import ROOT, asked, train_here
+from runs import ROOT, asked, lines, train_here
 
 import trainer
 from conf import schema
@@ -25,6 +27,7 @@ from conf.compose import compose, compose_checked
 from conf.hints import other_names
 from envs.tasks import Reply
 from policies.load import load_policy
+from trainer.reports.report import run_svg
 
 DOCS = ROOT / "docs"
 TRL = "docs/coming_from_trl.md"
@@ -249,3 +252,33 @@ def test_debug_page_has_parts_that_train(place):
     assert [row["length/price"] > 0 for row in rows[1:]] == [False, True]
     assert rows[2]["reward_part/length"] < 0
     assert "traceEvents" in json.loads((place / "trace.json").read_text())
+
+
+def picture(notebook) -> str:
+    """Return the one picture of a notebook's cells, as text."""
+    outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
+    shown = [str(out.get("data", {}).get("text/html", "")) for out in outputs]
+    (found,) = [html for html in shown if "<img" in html]
+    return b64decode(re.findall(r"base64,([^\"]+)", found)[0]).decode()
+
+
+def test_the_notebook_runs_and_has_the_picture_of_its_run(tmp_path, monkeypatch, small_run):
+    """In a real kernel."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of jupyter's own packages
+        import nbformat
+        from nbclient import NotebookClient
+
+        notebook = nbformat.read(DOCS / "notebook.ipynb", 4)
+        assert "<svg" in picture(notebook), "it is kept with its picture"
+        assert not re.search(r"/tmp/|/root/|/home/", str(notebook))
+        for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
+            cell.outputs = []
+            cell.source = cell.source.replace('num_iterations": 24', 'num_iterations": 3')
+            cell.source = cell.source.replace('num_samples": 4', 'num_samples": 1')
+        place = {"metadata": {"path": str(tmp_path)}}
+        NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
+    (run,) = Path(tmp_path, "outputs", "grpo_own").iterdir()
+    assert [row["progress/iteration"] for row in lines(run / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert picture(notebook) == run_svg(run)

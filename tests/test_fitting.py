@@ -11,7 +11,7 @@ from runs import metrics, train_here
 
 from policies.chats.chat_template import Renderer
 from policies.models import find_model, load_tokenizer
-from trainer.fitting import Fit, fit_rows
+from trainer.fitting import Fit
 
 
 def chat(*texts):
@@ -50,8 +50,8 @@ def test_too_long_rows_are_those_that_transformers_counts_so():
 
 
 def words(folder, *more, long=(), gone=()):
-    """Write 40 rows, some too long and some left out, and 6 held-out ones; return their words."""
-    for name, count in (("d", 40), ("eval", 6)):
+    """Write 70 rows, some too long and some left out, and 6 held-out ones; return their words."""
+    for name, count in (("d", 70), ("eval", 6)):
         rows = [{"question": f"{i} + 1 is?", "answer": f"{i + 1}"} for i in range(count)]
         for i in (i for i in long if i < count):
             rows[i]["question"] = "12 " * 3000 + f"{i}?"
@@ -68,28 +68,19 @@ def test_a_run_says_what_it_leaves_out_and_is_the_run_without_those_rows(tmp_pat
     two = "trainer.num_iterations=2"
     train_here(tmp_path / "run", *words(tmp_path, two, long=(2, 7, 33)))
     printed = capsys.readouterr().out
-    assert printed.count("3 of 40 train rows exceed 100 tokens") == 1
+    assert printed.count("3 of 70 train rows exceed 100 tokens") == 1
     assert printed.count("1 of 6 eval rows exceed 100 tokens") == 1
     train_here(tmp_path / "again", *words(tmp_path, two, gone=(2, 7, 33)))
     assert metrics(tmp_path / "run") == metrics(tmp_path / "again")
 
 
-def test_rows_of_which_none_fits_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="which leaves none"):
-        train_here(tmp_path / "none", *words(tmp_path, long=range(40)))
-
-
-def test_a_system_prompt_without_room_ends_the_run_at_a_sample_of_the_rows(tmp_path):
-    seen, rows = [], [{"messages": chat("12?")}] * 1000
-    env = SimpleNamespace(messages=lambda row: seen.append(row) or chat("Be brief. " * 9999))
-    none = SimpleNamespace(max_prompt_tokens=None, max_new_tokens=3)
-    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=64))
-    loop = SimpleNamespace(
-        policy=SimpleNamespace(renderer=fit(9).renderer, model=model),
-        generator=SimpleNamespace(limits=none),
-        source=SimpleNamespace(env=env, rows=rows, prompts=None),
-        evaluate=SimpleNamespace(plans=[]),
-    )
-    with pytest.raises(ValueError, match=r"61 tokens \(max_position.*system_prompt"):
-        fit_rows(loop)
-    assert len(seen) < 100
+@pytest.mark.parametrize(
+    ("more", "limit"),
+    [
+        ([], "policy.max_prompt_tokens"),
+        (["policy.max_prompt_tokens=null", f"policy.system_prompt={'Sort it. ' * 99}"], "max_pos"),
+    ],
+)
+def test_rows_of_which_none_fits_are_refused_at_a_sample(tmp_path, more, limit):
+    with pytest.raises(ValueError, match=rf"64 of 64 train rows .*{limit}.*which leaves none"):
+        train_here(tmp_path / "none", *words(tmp_path, *more, long=() if more else range(70)))

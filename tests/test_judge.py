@@ -10,30 +10,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from envs.rewards import Judge, Rewarded
-from envs.rewards.judge import PROMPT
 from envs.tasks import Reply, SortDigits
 
 ROW = {"messages": [{"role": "user", "content": "6 * 7?"}], "answer": "42"}
 
 
-class Server(ThreadingHTTPServer):
-    """Chat completions: what to do is the last word of the reply that is to be judged."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[tuple[dict, dict]] = []  # headers and body of each request
-        self.lock = threading.Lock()
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
 class Handler(BaseHTTPRequestHandler):
+    """What to do is the last word of the reply that is to be judged."""
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.asked.append((dict(self.headers), {"path": self.path, **body}))
-            times = sum(b["messages"] == body["messages"] for _, b in self.server.asked)
+        self.server.asked.append((dict(self.headers), {"path": self.path, **body}))
+        times = sum(b["messages"] == body["messages"] for _, b in self.server.asked)
         word, _, rest = body["messages"][0]["content"].split()[-1].partition(":")
         code, _, until = rest.partition(":")
         if word == "lost" and times == 1:
@@ -65,15 +53,16 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as made:
-        thread = threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
+def server() -> Iterator[ThreadingHTTPServer]:
+    """Serve chat completions; `asked` grows by the headers and the body of each request."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
+        made.asked, made.url = [], f"http://127.0.0.1:{made.server_port}/v1"
+        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
         yield made
         made.shutdown()
 
 
-def judge(server: Server, **options) -> Judge:
+def judge(server: ThreadingHTTPServer, **options) -> Judge:
     options = {"prompt": "{question} {answer} {reply}", "timeout": 5, "wait": 0.01, **options}
     return Judge(server.url, "judge-1", **options)
 
@@ -112,21 +101,16 @@ def test_the_users_key_goes_to_no_other_server_by_itself_or_by_a_redirect(server
     assert len(server.asked) == 2, "the answer named no place, and none would be asked"
 
 
-def test_what_is_a_score_and_what_is_none():
-    read = Judge("http://localhost/v1", "m").read
+def test_fields_of_the_prompt_are_filled_once_and_what_is_a_score():
+    made = Judge("http://localhost/v1/", "m")
+    reply = Reply("{answer} {question} {x}", True, [*ROW["messages"], {"content": ""}])
+    assert "<reply>\n{answer} {question} {x}\n</reply>" in made.question(ROW, reply)
+    read = made.read
     assert read("The reply says 'Score: 10', which is wrong.\n**Score:** 2/10") == 0.2
     assert read("<think>Score: 9?</think>\nScore: 4") == 0.4
     for said in ("The score: 9 would be too much.", "Score: 11", "Score: -1"):
         with pytest.raises(ValueError, match="expected a score"):
             read(said)
-
-
-def test_fields_of_the_prompt_are_filled_once():
-    made = Judge("http://localhost/v1/", "m", prompt=PROMPT)
-    reply = Reply("{answer} {question} {x}", True, [*ROW["messages"], {"content": ""}])
-    asked = made.question(ROW, reply)
-    assert "<reply>\n{answer} {question} {x}\n</reply>" in asked
-    assert "<question>\n6 * 7?\n</question>" in asked
 
 
 def test_failing_servers_are_asked_again_nonsense_is_not_and_each_reply_fails_alone(server):

@@ -101,19 +101,10 @@ def test_transcripts_show_whole_groups_of_the_best_the_worst_and_the_median():
     assert kept("all") == kept(99) == [4, 5, 0, 2, 3, 1], "the highest reward first"
     assert kept(4) == [4, 5, 0, 2, 1], "the groups of the best and of the worst, and the median"
     assert kept(0) == [4, 2, 1]
-    assert transcripts(td, 7, count=4, kind="train")[-1] == {
-        "iteration": 7,
-        "kind": "train",
-        "group": 4,
-        "prompt": "prompt 1",
-        "answer": "right",
-        "response": "response 1",
-        "reward": 0.0,
-        "parts": {"length": 0.0},
-        "advantage": 5.0,
-        "kl": 0.5,
-        "truncated": False,
-    }
+    row = transcript(td, 1, 7, kind="train")
+    texts = {"prompt": "prompt 1", "answer": "right", "response": "response 1", "kind": "train"}
+    numbers = {"reward": 0.0, "parts": {"length": 0.0}, "advantage": 5.0, "kl": 0.5}
+    assert row == {**texts, **numbers, "iteration": 7, "group": 4, "truncated": False}
     td["reward_raw"][0, 1] = 0.1  # a float32: 0.10000000149
     assert transcript(td, 0, 7, kind="train")["reward"] == 0.1
     td["dropped"] = td["group_id"] == 2
@@ -158,15 +149,16 @@ def test_pieces_are_cut_and_join_to_the_text_of_the_row(monkeypatch):
 
 
 class Marked(Words):
-    """A question of even length is right; replies to the first row are dropped if `drops`."""
+    """Every third reply is right; replies to the first row are dropped if `drops`."""
 
     def __init__(self, drops: bool = False) -> None:
         super().__init__()
-        self.drops = drops
+        self.drops, self.count = drops, 0
 
     def reward(self, row: dict, reply: Reply) -> Reward:
-        size, first = len(row["answer"]), row["answer"] == self.rows("eval")[0]["answer"]
-        made = Reward(total=float(size), parts={}, success=size % 2 == 0)
+        self.count += 1
+        first = row["answer"] == self.rows("eval")[0]["answer"]
+        made = Reward(total=float(len(row["answer"])), parts={}, success=self.count % 3 == 0)
         return replace(made, dropped=self.drops and first)
 
 
@@ -177,18 +169,17 @@ def evaluate(task=None, **options) -> Evaluate:
     return Evaluate(**parts, **{"num_samples": 3, "prompts_per_batch": 3, **options})
 
 
-def test_accuracy_and_reward_weigh_every_row_alike_in_a_short_last_chunk():
+def test_rows_weigh_alike_in_a_short_last_chunk_and_one_right_sample_solves_a_row():
     shares = []
-    scores, records = evaluate()(5, kind="after", tell=shares.append)
+    scores, records = evaluate(num_samples=2)(5, kind="after", tell=shares.append)
     texts = [r["answer"] for r in Marked().rows("eval")]
-    right = sum(len(t) % 2 == 0 for t in texts) / 4
     assert scores == {
-        "eval/sampled_accuracy": right,
-        "eval/pass@3": right,  # all samples of a row are alike here
-        "eval/greedy_accuracy": right,
+        "eval/sampled_accuracy": 2 / 8,  # of the chunks of 6 and 2 sampled replies: 3 and 6,
+        "eval/pass@2": 2 / 4,
+        "eval/greedy_accuracy": 2 / 4,  # then of the 4 greedy ones 9 and 12
         "eval/reward": sum(map(len, texts)) / 4,
     }
-    assert shares == [0, 9 / 16, 12 / 16, 15 / 16]  # of 12 sampled replies and 4 greedy ones
+    assert shares == [0, 6 / 12, 8 / 12, 11 / 12]
     assert [r["prompt"] for r in records] == texts
     assert {(r["kind"], r["iteration"], r["kl"]) for r in records} == {("after", 5, None)}
 
@@ -214,22 +205,6 @@ def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(drops, kept):
     assert len(sums) == kept
     assert scores["eval/kl_ref_sequence"] == pytest.approx(sum(sums) / kept, rel=1e-4)
     assert scores["eval/kl_ref"] == pytest.approx(sum(sums) / count, rel=1e-4)
-
-
-class Third(Words):
-    """Every third reply is right."""
-
-    count = 0
-
-    def reward(self, row: dict, reply: Reply) -> Reward:
-        self.count += 1
-        return Reward(total=0.0, parts={}, success=self.count % 3 == 0)
-
-
-def test_pass_at_k_is_the_unbiased_estimate_over_all_samples():
-    scores, _ = evaluate(Third(), num_samples=2, greedy=False)(0)
-    assert scores["eval/pass@2"] == 2 / 4  # replies 3 and 6 of 8; n = k: a row is solved or not
-    assert scores["eval/sampled_accuracy"] == 2 / 8
 
 
 def test_chunks_and_rows_left_out_change_no_reply():

@@ -1,7 +1,9 @@
-"""Where models come from, and what is refused when they are loaded."""
+"""Where models come from, and what is refused when they are loaded, also of strangers."""
 
 import hashlib
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,13 +24,14 @@ from policies.models import (
     load_tokenizer,
 )
 from policies.tiny import build_tiny
-from tests.checkpoints import KINDS, SPECIAL, STOPS, make_checkpoint
+from tests.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """One folder per kind; tests that change one copy it first."""
-    return {kind: make_checkpoint(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+    kinds = ("qwen2", "llama", "gpt2")
+    return {kind: make_checkpoint(tmp_path_factory.mktemp(kind), kind) for kind in kinds}
 
 
 @pytest.fixture
@@ -45,16 +48,6 @@ def found(folder: Path) -> FoundModel:
 
 def edit_json(path: Path, **changes) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def copy_of(folder: Path, target: Path) -> Path:
-    target.mkdir()
-    for path in folder.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    return target
-
-
-# Finding
 
 
 def test_the_order_is_folder_embedded_copy_hub_cache(checkpoints, no_hub, tmp_path, monkeypatch):
@@ -74,7 +67,7 @@ def test_the_order_is_folder_embedded_copy_hub_cache(checkpoints, no_hub, tmp_pa
     monkeypatch.chdir(tmp_path)
     for name in (EMBEDDED, "tiny"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        folder = copy_of(checkpoints["llama"], tmp_path / name)
+        folder = shutil.copytree(checkpoints["llama"], tmp_path / name)
         assert find_model(name) == FoundModel(folder, "folder", digest)
 
 
@@ -88,11 +81,7 @@ def test_the_hash_of_shards_is_that_of_the_list_of_their_hashes(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "named"),
-    [
-        ("some/model", r"HF_HUB_OFFLINE.*policy\.model="),
-        ("/no/such/folder", r"config\.json"),
-        ("../up", r"config\.json"),
-    ],
+    [("some/model", r"HF_HUB_OFFLINE.*policy\.model="), ("../up", r"config\.json")],
 )
 def test_a_model_that_is_nowhere_names_what_is_missing(no_hub, name, named):
     with pytest.raises(ValueError, match=f"{name}.*{named}"):
@@ -106,26 +95,8 @@ def test_without_its_package_the_embedded_model_is_absent(no_hub, monkeypatch):
         find_model(EMBEDDED)
 
 
-# Loading
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_loads_as_transformers_loads_it(checkpoints, kind):
-    folder = checkpoints[kind]
-    model, tokenizer = load_model(found(folder)), load_tokenizer(found(folder))
-    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
-    ids = torch.tensor([tokenizer("Tom has 3 apples").input_ids])
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, plain(ids).logits)
-    assert not model.training
-    assert model.config._attn_implementation == "sdpa"
-    assert tokenizer.pad_token in SPECIAL[kind]
-    stops = [tokenizer.convert_tokens_to_ids(name) for name in STOPS[kind]]
-    assert model.generation_config.eos_token_id in (stops, stops[0])
-
-
 def test_dropout_is_zero_so_that_train_mode_is_eval_mode(checkpoints, tmp_path):
-    folder = copy_of(checkpoints["gpt2"], tmp_path / "dropout")
+    folder = shutil.copytree(checkpoints["gpt2"], tmp_path / "dropout")
     edit_json(folder / "config.json", attn_pdrop=0.5, embd_pdrop=0.5, resid_pdrop=0.5)
     model, ids = load_model(found(folder)).train(), torch.arange(8)[None]
     assert AutoModelForCausalLM.from_pretrained(folder).config.resid_pdrop == 0.5
@@ -152,6 +123,20 @@ def not_causal(path):
     CLIPConfig().save_pretrained(path.parent)
 
 
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("MARK",)
+
+
+def pickled(path):
+    path.unlink()
+    torch.save({"x": Evil()}, path.with_name("pytorch_model.bin"))
+
+
+def quantised(path):
+    edit_json(path, quantization_config={"quant_method": "fp8"})
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "named"),
     [
@@ -159,32 +144,35 @@ def not_causal(path):
         ("model.safetensors", without_a_tensor, r"model\.layers\.1\.mlp\.up_proj\.weight"),
         ("model.safetensors", with_nan, r"NaN .*model\.norm\.weight"),
         ("model.safetensors", Path.unlink, "no weights"),
+        ("model.safetensors", pickled, "pickles are not read"),
         ("config.json", shorten, r"config\.json"),
         ("config.json", lambda p: edit_json(p, hidden_size=64), "read the weights"),
         ("config.json", lambda p: edit_json(p, vocab_size=300), "329.*300"),
         ("config.json", not_causal, "clip"),
+        ("config.json", quantised, "quantised"),
         ("tokenizer.json", shorten, "read the tokenizer"),
         ("tokenizer.json", Path.unlink, r"tokenizer\.json"),
     ],
 )
-def test_a_damaged_folder_is_refused_by_its_part(checkpoints, tmp_path, name, damage, named):
-    folder = copy_of(checkpoints["qwen2"], tmp_path / "damaged")
+def test_a_damaged_folder_is_refused_by_its_part(
+    checkpoints, tmp_path, monkeypatch, name, damage, named
+):
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(checkpoints["qwen2"], tmp_path / "damaged")
     damage(folder / name)
     with pytest.raises(ValueError, match=f"^{folder}.*{named}"):
         load_policy(str(folder))
+    assert not Path("MARK").exists(), "a pickle was read"
 
 
 def test_missing_pad_token_is_chosen_without_touching_eos(checkpoints, tmp_path):
-    folder = copy_of(checkpoints["qwen2"], tmp_path / "nopad")
+    folder = shutil.copytree(checkpoints["qwen2"], tmp_path / "nopad")
     edit_json(folder / "tokenizer_config.json", pad_token=None)
     assert AutoTokenizer.from_pretrained(folder).pad_token_id is None
     tokenizer = load_tokenizer(found(folder))
     assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")
     llama = load_tokenizer(found(checkpoints["llama"]))
     assert (llama.pad_token, llama.eos_token) == ("<|eot_id|>", "<|eot_id|>")
-
-
-# The tiny and the embedded model
 
 
 def test_tiny_is_the_same_bytes_every_time_and_leaves_the_random_state(tmp_path):
@@ -194,16 +182,6 @@ def test_tiny_is_the_same_bytes_every_time_and_leaves_the_random_state(tmp_path)
         files.append({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()})
     assert files[0] == files[1]
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_tiny_has_single_digits_and_short_prompts():
-    model = find_model("tiny")
-    assert model.origin == "tiny"
-    tokenizer = load_tokenizer(model)
-    words = tokenizer.tokenize("Sort the digits in ascending order: 44287")
-    assert words[-5:] == list("44287")
-    assert len(words) <= 13
-    assert len(tokenizer) == load_model(model).config.vocab_size
 
 
 def test_embedded_model_is_an_ordinary_checkpoint_that_knows_paris():

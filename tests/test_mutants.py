@@ -1,12 +1,13 @@
-"""Every check holds on the code as it is and fails on code broken in the way it is to notice."""
+"""Contracts and checks hold on the code as it is and fail on code broken as they are to notice."""
 
+import contracts
 import mutants
 import pytest
 
-CHECKS = [m.check for m in mutants.MUTANTS if m.check.__module__ == "mutant_checks"]
+ROOMS = [m.check for m in mutants.MUTANTS if m.check.__module__ == "mutant_checks"]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*contracts.CONTRACTS, *ROOMS], ids=lambda c: c.__name__)
 def test_check_holds(check) -> None:
     check()
 

@@ -162,7 +162,6 @@ def test_rewards_see_all_replies_to_a_prompt_or_fail_and_drop_them(shop):
     ("kind", "most", "texts", "heard"),
     [
         ("again", 3, ["a", "b", "c"], ["1 left", "0 left"]),
-        ("again", 2, ["a", "b"], ["1 left"]),
         ("again", 3, ["a", "1"], ["1 left"]),
         ("tools", 2, ['<tool name="add">{"a": 2, "b": 3}</tool>', "5"], ["5"]),
     ],
@@ -189,9 +188,8 @@ def test_a_run_in_verifiers_learns_from_the_rubrics_own_rewards(shop, tmp_path):
         assert line["reward/errors"] == 0
 
 
-@pytest.mark.parametrize("at_once", [1, 8])
-def test_games_of_a_server_are_played_by_their_rules_with_any_number_of_sessions(server, at_once):
-    task = OpenEnv(server, observation="text", action="word", at_once=at_once)
+def test_games_of_a_server_are_played_by_their_rules(server):
+    task = OpenEnv(server, observation="text", action="word", at_once=1)
     rows = task.rows("train")[:2]
     assert rows[1]["messages"] == [user("Game 1: a digit?")]
     assert task.rows("eval")[0]["messages"] == [user(f"Game {1 << 30}: a digit?")]

@@ -31,23 +31,8 @@ HAND = {
     "falcon": ("", LINES),
     "dialogpt": ("", {"user": ("", END), "assistant": ("", END)}),
 }
-ASKED = "<|im_start|>assistant\n"
-PROMPTS = {
-    "chatml": ASKED,
-    "qwen": ASKED,
-    "llama": "<|header_start|>assistant<|header_end|>\n\n",
-    "deepseek": "Assistant:",
-    "falcon": "Assistant:",
-    "dialogpt": "",
-}
-NAMES = {
-    "chatml": {"eos_token": "<|im_end|>"},
-    "qwen": {"eos_token": "<|im_end|>"},
-    "llama": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot|>"},
-    "deepseek": {"bos_token": BOS, "eos_token": EOS},
-    "falcon": {"eos_token": END},
-    "dialogpt": {"eos_token": END},
-}
+EOS_OF = {"chatml": "<|im_end|>", "qwen": "<|im_end|>", "llama": "<|eot|>", "deepseek": EOS}
+EOS_OF |= {"falcon": END, "dialogpt": END}
 MARKUP = ["<|im_start|>", "<|im_end|>", "<|header_start|>", "<|header_end|>", "<|eot|>"]
 PROMPT = [{"role": "user", "content": "Hi"}]
 REPLY = {"role": "assistant", "content": "Yo"}
@@ -56,7 +41,8 @@ REPLY = {"role": "assistant", "content": "Yo"}
 @cache
 def tokenizer_of(name):
     special = [*MARKUP, "<|begin_of_text|>", BOS, EOS, END, "<pad>"]
-    return letters(special, **NAMES[name], pad_token="<pad>")
+    names = {"bos_token": HAND[name][0] or None, "eos_token": EOS_OF[name], "pad_token": "<pad>"}
+    return letters(special, **names)
 
 
 @st.composite
@@ -77,9 +63,14 @@ def by_hand(name, chat):
     return start + "".join(around[m["role"]][0] + m["content"] + around[m["role"]][1] for m in chat)
 
 
+def asks(name):
+    """Return what asks for a reply: plain lines have their blank from the model."""
+    return HAND[name][1]["assistant"][0].removesuffix(" ")
+
+
 def fills(name):
     """What a decoded row may hold after the end of its last turn."""
-    eos = NAMES[name]["eos_token"]
+    eos = EOS_OF[name]
     yield from ["", "<pad>", "<pad>" * 3]
     if name != "dialogpt":  # there EOS may be the end of an empty message
         yield from [eos, eos * 2, f"{eos}<pad>\n"]
@@ -129,24 +120,15 @@ def test_a_tokenizers_own_template(kind):
     assert History.from_text(text, **options).messages() == chat
 
 
-def test_text_without_name_or_tokenizer_is_chatml():
-    history = History.from_text("<|im_start|>user\nHi<|im_end|>")
-    assert history.messages() == PROMPT
-    assert list(history.is_complete) == [True]  # the line end after it is no sign of a cut
-
-
 @pytest.mark.parametrize(
     ("fill", "complete"), [("<pad>", False), (END * 2, True), (f"{END}<pad><pad>", True)]
 )
 def test_eos_completes_a_reply_that_has_no_end_of_turn_and_padding_does_not(fill, complete):
     tokenizer = letters([*MARKUP, END, "<pad>"], eos_token=END, pad_token="<pad>")
-    text = by_hand("chatml", PROMPT) + ASKED + "cut \n" + fill
+    text = by_hand("chatml", PROMPT) + asks("chatml") + "cut \n" + fill
     history = History.from_text(text, "chatml", tokenizer=tokenizer)
     assert history.messages()[1]["content"] == "cut \n"
     assert list(history.is_complete) == [True, complete]
-
-
-# Replies after a known prompt
 
 
 def replies(text, prompt=PROMPT, name="chatml"):
@@ -157,11 +139,11 @@ def replies(text, prompt=PROMPT, name="chatml"):
 @pytest.mark.parametrize("name", HAND)
 def test_a_reply_is_found_after_its_prompt_and_may_be_empty(name):
     closed = by_hand(name, [*PROMPT, REPLY])
-    for text in (closed, closed.rstrip("\n") + 3 * NAMES[name]["eos_token"]):
+    for text in (closed, closed.rstrip("\n") + 3 * EOS_OF[name]):
         out = replies(text, name=name)
         assert out.chats() == [[REPLY]]
         assert out[0, 0].is_complete
-    out = replies(by_hand(name, PROMPT) + PROMPTS[name], name=name)
+    out = replies(by_hand(name, PROMPT) + asks(name), name=name)
     assert out.chats() == [[REPLY | {"content": ""}]]
 
 
@@ -186,8 +168,6 @@ def test_padding_messages_of_a_prompt_do_not_count():
     assert replies(by_hand("chatml", [*PROMPT, REPLY]), prompts).chats() == [[REPLY]]
 
 
-# Refusals
-
 TWO_OPEN = "<|im_start|>user\nA\n<|im_start|>assistant\nB"
 UPPER = "{% for m in messages %}{{ m['role'] + ':' + m['content'] | upper }}{% endfor %}"
 
@@ -196,7 +176,6 @@ UPPER = "{% for m in messages %}{{ m['role'] + ':' + m['content'] | upper }}{% e
     ("text", "template", "named"),
     [
         ("Hi", {}, "character 0"),
-        ("<|im_start|>user\nA<|im_end|>B", {}, "character 28"),
         (TWO_OPEN, {"chat_template_name": "qwen"}, "character 19"),
         ("x", {"chat_template_name": "chatlm"}, "'chatml'.*'chatlm'"),
         ("user:HI", {"chat_template": UPPER}, "inverse_parser"),
@@ -212,9 +191,6 @@ def test_a_role_without_a_turn_is_refused_when_rendered(name):
     history = History.from_chats([*PROMPT, {"role": "tool", "content": "b"}])
     with pytest.raises(ValueError, match="tool"):
         history.apply_chat_template(tokenizer=tokenizer_of(name), chat_template_name=name)
-
-
-# Added templates
 
 
 SHOUTS = (

@@ -48,22 +48,6 @@ DATA = {
 }
 
 
-def trl_loss(d: Data, **settings: Any) -> Tensor:
-    """Return TRL's loss; `importance`: mode and bounds of its weights; `penalty`: RLOO's beta."""
-    settings = {"beta": 0.0, "loss_type": "dapo", **settings}
-    if "importance" in settings:
-        settings["weights"] = peers.trl_weights(d, *settings.pop("importance"))
-    if settings.pop("mask_truncated", False):
-        settings["kept"] = d.mask & ~d.truncated[:, None]
-    if "rloo" in settings:
-        from trl import RLOOTrainer
-
-        own = {k: settings.pop(k) for k in ("normalize_advantages", "penalty") if k in settings}
-        own["beta"] = own.pop("penalty", 0.0)
-        settings["advantage"] = peers.trl_advantages(RLOOTrainer, d, **own)
-    return peers.trl_loss(d, **settings)
-
-
 imported = cache(peers.import_peers)
 
 
@@ -139,7 +123,7 @@ def openrlhf_loss(d: Data, *, kl: tuple[str, float] = ("k3", 0.0), **settings: A
     return loss + kl[1] * losses.aggregate_loss(term, mask)
 
 
-LOSSES = {"trl": trl_loss, "verl": verl_loss, "openrlhf": openrlhf_loss}
+LOSSES = {"trl": peers.trl_loss, "verl": verl_loss, "openrlhf": openrlhf_loss}
 EACH = [(peer, case) for peer in CASES for case in CASES[peer]]
 
 

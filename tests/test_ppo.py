@@ -1,24 +1,27 @@
-"""PPO: loss and gradient against a loop over tokens in float64, the critic's life, a run.
+"""PPO and GAE: against loops over tokens in float64; the critic's life, a run.
 
 That layouts, micro-batches and ranks change nothing is in test_invariance.py.
 """
 
+import math
+from functools import partial
+
 import pytest
 import torch
 from contracts import close, leash, make_policy, one_process, rollout
-from gae_by_hand import slow
+from gae_by_hand import agrees_with_the_paper, random_case, slow
 from omegaconf import OmegaConf
 from plain_values import plain_values, values_are_those_of_a_plain_forward
 from runs import Finished, train_here
 from safetensors.torch import load_file
 from steps import Record, double_policy, make_update, scaled, tables
 from tensordict import TensorDict
-from torch import Tensor
 
 from envs.transforms import RetrieveKL
-from policies import TransformersWrapper, ValueNetwork
+from policies import TransformersWrapper, ValueNetwork, load_policy
 from policies.scorer import Critic
 from trainer import (
+    GAE,
     Checkpoints,
     GAEAdvantage,
     GRPOLoss,
@@ -27,6 +30,7 @@ from trainer import (
     Runtime,
     make_optimizer,
 )
+from trainer.metrics import explained_variance, return_sums, summarize
 
 COEFF, LOW, HIGH, CLIP, WEIGHT = 0.3, 0.1, 0.3, 0.05, 0.7
 GAMMA, LMBDA = 0.97, 0.8
@@ -37,14 +41,14 @@ CRITICS = {"head": {}, "detached": {"detach": True}, "separate": {"kind": "separ
 policy = pytest.fixture(double_policy)
 
 
-def prepared(policy, critic=None, **options) -> TensorDict:
+def prepared(policy, critic) -> TensorDict:
     """Return a batch of two turns with advantages; policy and critic have moved since."""
     batch = rollout(policy, turns=2, count=2)
     batch = RetrieveKL(ref_model=scaled(policy, 0.95), add_to_reward=False)(batch)
     batch["loss_mask"][1] = False  # a row that counts for nothing
-    options = {"gamma": GAMMA, "lmbda": LMBDA, **options}
-    policy.scorer.critic = Critic(policy.scorer, **(critic or {}))
-    advantage = GAEAdvantage(policy=policy, runtime=one_process(), leash=PAID, **options)
+    options = {"gamma": GAMMA, "lmbda": LMBDA, "runtime": one_process()}
+    policy.scorer.critic = Critic(policy.scorer, **critic)
+    advantage = GAEAdvantage(policy=policy, leash=PAID, **options)
     draw = torch.Generator().manual_seed(1)
     head = policy.scorer.critic.head
     with torch.no_grad():
@@ -58,18 +62,9 @@ def prepared(policy, critic=None, **options) -> TensorDict:
     return batch
 
 
-def objective(**options) -> PPOObjective:
-    options = {"clip_low": LOW, "clip_high": HIGH, "value_coeff": WEIGHT, **options}
-    return PPOObjective(leash=PAID, **{"value_clip": CLIP, **options})
-
-
-def gradient(policy, batch, **options) -> tuple[Tensor, dict]:
-    """Return what one step of the real update hands to its optimiser, and its metrics."""
-    optimizer = Record(policy.scorer.parameters())
-    metrics = make_update(policy, options.pop("objective", objective()), optimizer, **options)(
-        batch.clone()
-    )
-    return torch.cat(optimizer.grads), metrics
+def objective(value_clip: float | None = CLIP) -> PPOObjective:
+    bounds = {"clip_low": LOW, "clip_high": HIGH, "value_clip": value_clip}
+    return PPOObjective(leash=PAID, value_coeff=WEIGHT, **bounds)
 
 
 def slow_ppo(policy, batch, value_clip: float | None) -> dict[str, float]:
@@ -101,25 +96,29 @@ def slow_ppo(policy, batch, value_clip: float | None) -> dict[str, float]:
     return {**{name: float(v.detach()) for name, v in losses.items()}, **shares}
 
 
+def same_gradient(policy, grads) -> None:
+    """Compare a gradient with the one that slow_ppo left."""
+    got = torch.cat([g.flatten() for g in grads])
+    want = torch.cat([p.grad.flatten() for p in policy.scorer.parameters()])
+    assert (got - want).norm() / want.norm() < 1e-5
+
+
 @pytest.mark.parametrize("value_clip", [CLIP, None])
 @pytest.mark.parametrize("critic", CRITICS)
 def test_loss_and_gradient_are_those_of_a_loop_over_tokens(policy, critic, value_clip):
-    batch = prepared(policy, CRITICS[critic])
-    options = {"objective": objective(value_clip=value_clip), "micro_batch_tokens": 120}
-    got, metrics = gradient(policy, batch, **options)
+    batch, optimizer = prepared(policy, CRITICS[critic]), Record(policy.scorer.parameters())
+    update = make_update(policy, objective(value_clip), optimizer, micro_batch_tokens=120)
+    metrics = update(batch.clone())
     want = slow_ppo(policy, batch, value_clip)
-    wanted = torch.cat([p.grad.flatten() for p in policy.scorer.parameters()])
-    assert (got - wanted).norm() / wanted.norm() < 1e-5
+    same_gradient(policy, optimizer.grads)
     assert metrics["loss/policy"] == pytest.approx(want["policy"], abs=1e-5)
     assert metrics["loss/value"] == pytest.approx(want["value"], rel=1e-4)
     assert metrics["loss/total"] == pytest.approx(want["policy"] + want["value"], abs=1e-5)
     assert metrics["policy/clip_fraction"] == pytest.approx(want["clipped"])
     assert 0 < want["clipped"] < 1
-    if value_clip is None:
-        assert "value/clip_fraction" not in metrics
-    else:
-        assert metrics["value/clip_fraction"] == pytest.approx(want["far"])
-        assert 0 < want["far"] < 1
+    far = None if value_clip is None else pytest.approx(want["far"])
+    assert metrics.get("value/clip_fraction") == far
+    assert value_clip is None or 0 < want["far"] < 1
     assert all(p.grad.any() for p in policy.scorer.critic.parameters())
 
 
@@ -173,8 +172,8 @@ def test_in_the_warm_up_the_critic_trains_alone_and_at_its_own_rate():
     def weights():
         return torch.nn.utils.parameters_to_vector(policy.model.parameters()).detach().clone()
 
-    before, head = weights(), policy.scorer.critic.head.weight
-    old = head.detach().clone()
+    head = policy.scorer.critic.head.weight
+    before, old = weights(), head.detach().clone()
     for _ in range(2):
         update(batch.clone())
     assert torch.equal(weights(), before)
@@ -243,8 +242,7 @@ def test_ppo_loss_and_gradient_are_those_of_the_loop_behind_torchrls_names(polic
     out = PPOLoss(actor(policy), ValueNetwork(policy), **critic, **options)(batch)
     grads = torch.autograd.grad(out.loss_objective + out.loss_critic, [*policy.scorer.parameters()])
     want = slow_ppo(policy, batch, CLIP)
-    wanted = torch.cat([p.grad.flatten() for p in policy.scorer.parameters()])
-    assert (torch.cat([g.flatten() for g in grads]) - wanted).norm() / wanted.norm() < 1e-5
+    same_gradient(policy, grads)
     assert float(out.loss_critic.detach()) == pytest.approx(want["value"], rel=1e-4)
     assert float(out.value_clip_fraction) == pytest.approx(want["far"])
     assert float(out.clip_fraction) == pytest.approx(want["clipped"])
@@ -267,11 +265,11 @@ def test_ppo_loss_measures_the_distance_that_is_asked_for(policy):
         value = ValueNetwork(policy)(batch.copy())["state_value"]
     gap = (value - batch["returns"])[batch["loss_mask"]].abs()
     smooth = torch.where(gap < 1, gap**2 / 2, gap - 0.5)
+    make = partial(PPOLoss, actor(policy), ValueNetwork(policy))
     for kind, want in {"l1": gap, "l2": gap**2, "smooth_l1": smooth}.items():
-        loss = PPOLoss(actor(policy), ValueNetwork(policy), loss_critic_type=kind, critic_coeff=2.0)
-        got = float(loss(batch).loss_critic.detach())
-        assert got == pytest.approx(2 * float(want.mean()), rel=1e-5)
-    clipping = PPOLoss(actor(policy), ValueNetwork(policy), clip_value=True)
+        loss = make(loss_critic_type=kind, critic_coeff=2.0)(batch).loss_critic
+        assert float(loss.detach()) == pytest.approx(2 * float(want.mean()), rel=1e-5)
+    clipping = make(clip_value=True)
     assert clipping.objective.value_clip == clipping.objective.bounds.low
     with pytest.raises(KeyError, match="state_value"):  # as it was at sampling
         clipping(batch)
@@ -280,3 +278,65 @@ def test_ppo_loss_measures_the_distance_that_is_asked_for(policy):
 def test_a_critic_of_its_own_body_cannot_be_detached():
     with pytest.raises(ValueError, match="detach"):
         Critic(make_policy().scorer, kind="separate", detach=True)
+
+
+# GAE.
+
+
+def test_it_is_the_sum_of_the_paper_over_the_kept_tokens():
+    agrees_with_the_paper()
+
+
+def test_the_explained_variance_is_over_the_kept_tokens():
+    """Over all ranks, too: test_invariance.py compares what runs of one and of two log."""
+    reward, value, mask = random_case(2)
+    td = TensorDict({"loss_mask": mask, "value": value, "returns": reward}, [6])
+    kept, errors = reward[mask], (reward - value)[mask]
+    want = float(1 - errors.var(correction=0) / kept.var(correction=0))
+    assert summarize(td, one_process())["value/explained_variance"] == pytest.approx(want)
+    for returns, keep in ((torch.full_like(value, 0.1), mask), (reward, mask & False)):
+        assert math.isnan(explained_variance(return_sums(returns, value, keep))), "no variance"
+
+
+@pytest.mark.parametrize("shape", [(6, 12), (6, 12, 1)])
+def test_gae_takes_torchrl_shapes_and_writes_advantage_and_target(shape):
+    reward, value, mask = random_case(3)
+    td = TensorDict({"state_value": value.reshape(shape), "loss_mask": mask}, [6])
+    td["next", "reward"] = reward.reshape(shape)
+    td["next", "done"] = torch.ones(6, 1, dtype=torch.bool)  # of the row
+    out = GAE(gamma=0.9, lmbda=0.8)(td.clone())
+    want = slow(reward, value, mask, 0.9, 0.8)
+    assert out["advantage"].shape == out["value_target"].shape == shape
+    torch.testing.assert_close(out["advantage"].reshape(6, 12), want)
+    torch.testing.assert_close(out["value_target"].reshape(6, 12), (want + value) * mask)
+    white = GAE(gamma=0.9, lmbda=0.8, average_gae=True)(td)["advantage"].reshape(6, 12)[mask]
+    torch.testing.assert_close(white, (want[mask] - want[mask].mean()) / (want[mask].std() + 1e-4))
+
+
+def test_a_reward_of_the_row_is_paid_once_and_a_done_ends_an_episode_inside_it():
+    value = torch.zeros(2, 4)
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]]).bool()
+    td = TensorDict({"state_value": value, "loss_mask": mask}, [2])
+    td["next", "reward"] = torch.tensor([[1.0], [2.0]])
+    got = GAE(gamma=0.5, lmbda=1.0)(td)["advantage"]
+    assert got.tolist() == [[0.0, 0.5, 1.0, 0.0], [0.25, 0.5, 1.0, 2.0]]
+    td["next", "reward"] = torch.ones(2, 4, 1)
+    td["next", "done"] = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]]).bool().unsqueeze(-1)
+    assert GAE(lmbda=1.0)(td)["advantage"].tolist() == [[0, 2, 1, 0], [2, 1, 2, 1]]
+
+
+def test_keys_and_the_value_network_can_be_given():
+    policy = load_policy("tiny")
+    network = ValueNetwork(policy)
+    torch.nn.init.normal_(policy.scorer.critic.head.weight)
+    td = TensorDict({("tokens", "full"): torch.tensor([[5, 6, 7, 8]])}, [1])
+    td["masks", "all_attention_mask"] = torch.ones(1, 4, dtype=torch.bool)
+    td["loss_mask"], td["score"] = torch.tensor([[0, 0, 1, 1]]).bool(), torch.tensor([[1.0]])
+    made = GAE(lmbda=1.0, value_network=network)
+    made.set_keys(reward="score", advantage="A")
+    value = made(td)["state_value"]
+    assert not value.requires_grad
+    assert value[0, 2:].all()
+    torch.testing.assert_close(td["A"], (1 - value) * td["loss_mask"])
+    with torch.no_grad():
+        torch.testing.assert_close(network(td)["state_value"], value)

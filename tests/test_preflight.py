@@ -70,9 +70,7 @@ def test_a_sound_run_has_no_problem_and_leaves_nothing(tmp_path):
 
 
 @pytest.mark.runs
-def test_what_another_experiment_would_train_first_is_no_problem_of_its_replies(
-    tmp_path, capsys, monkeypatch
-):
+def test_what_would_be_trained_first_is_no_problem_of_replies(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))  # no warm-up is in it
     assert look(tmp_path, *RL, "optimizer.warmup=241") == 1
     printed = capsys.readouterr().out
@@ -97,11 +95,8 @@ def test_a_template_whose_ends_are_not_learnt_is_a_problem(tmp_path, capsys):
 def test_idle_groups_memory_and_a_full_disk_are_problems(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(costs.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     monkeypatch.setattr(costs, "memory_of", lambda _: 2**20)
-    # an untrained model is never right
-    assert (
-        look(tmp_path, *RL, "policy.model=tiny", "checkpoint.every=10", "checkpoint.keep_last=2")
-        >= 3
-    )
+    words = ("policy.model=tiny", "checkpoint.every=10", "checkpoint.keep_last=2")
+    assert look(tmp_path, *RL, *words) >= 3  # an untrained model is never right
     printed = capsys.readouterr().out
     model = 4 * sum(p.numel() for p in load_policy("tiny").model.parameters())
     found = re.search(r"the run writes (\d+) MiB", printed)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 from pages import Page, write_lines
@@ -17,24 +17,20 @@ HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
 def data_of(folder: Path, iterations: int, size: int) -> dict:
     """Write three groups of two replies an iteration and three evaluations; return the page's."""
     tracker = JsonlTracker(folder)
-    write_lines(folder, *[{"reward/mean": 0.5}] * iterations)
-    row = {"kind": "train", "answer": HOSTILE, "system": "Be brief.", "kl": None}
-    for i in range(iterations + 1):
-        kind = {0: "before", iterations: "after"}.get(i, "eval")
+    write_lines(folder, {"reward/mean": 0.5})
+    row = {"kind": "train", "answer": HOSTILE, "system": "Be brief."}
+    for i in range(1, iterations + 1):
+        for k, g in product((1, 0), range(3)):
+            text = f"{i}-{g}-{k} {HOSTILE} " + "x" * size
+            said = {**row, "group": g, "prompt": f"prompt {g}", "response": text}
+            tracker.replies([{**said, "parts": {"exact": k / 2}}], i, kind="train")
+    for i, kind in ((0, "before"), (iterations // 2, "eval"), (iterations, "after")):
         tried = [{"kind": kind, "prompt": f"held {k}", "response": f"{k} at {i}"} for k in range(4)]
-        tracker.replies(tried if i % (iterations // 2) == 0 else [], i, kind=kind)
-        said = [
-            {**row, "group": g, "prompt": f"prompt {g}", "parts": {"exact": k / 2}}
-            | {"response": f"{i}-{g}-{k} {HOSTILE} " + "x" * size}
-            for k in (1, 0)
-            for g in range(3)
-        ]
-        tracker.replies(said if i else [], i, kind="train")
+        tracker.replies(tried, i, kind=kind)
     with (folder / "transcripts.jsonl").open("a") as file:
         file.write('{"iteration": 6, "kind": "train", "pro')  # a torn line is left out
     source = write_report(folder).read_text(encoding="utf-8")
-    data = r'<script type="application/json" id="replies-data">(.*?)</script>'
-    (found,) = re.findall(data, source)
+    (found,) = re.findall(r'<script [^>]* id="replies-data">(.*?)</script>', source)
     assert "<" not in found
     return json.loads(found)
 

@@ -6,21 +6,20 @@ import math
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pages import Page, Picture, recorded, write_lines, write_run, write_status, write_words
 
-from trainer.reports import chart, summary
+from trainer.reports import chart, live, summary
 from trainer.reports.__main__ import main
 from trainer.reports.chart import Series, line_chart
 from trainer.reports.diagnosis import WORDS, Diagnosis
+from trainer.reports.live import SECONDS, SHARE, LiveReport
 from trainer.reports.panels import MAIN, MORE, unhealthy
 from trainer.reports.report import run_svg, write_report
-from trainer.reports.summary import resume_command
-from trainer.reports.sweep_page import write_sweep
-from trainer.runs.folders import SCRIPT
 from trainer.runs.lock import held
 from trainer.runs.run_files import load_run, read_lines
 
@@ -76,20 +75,17 @@ def test_a_supervised_run_has_its_loss_once_and_its_times(tmp_path):
     assert [*charts] == ["Loss", "Time per iteration", "Learning rate"]
     assert charts["Loss"].told == {"total": [[1, 3.0], [2, 1.5]]}, "once"
     times = charts["Time per iteration"].told
-    assert {name: points[0][1] for name, points in times.items()} == {
-        "update": 3,
-        "rest": 1,
-        "all": 4,
-    }
+    assert [times[name][0][1] for name in ("update", "rest", "all")] == [3, 1, 4]
+    assert len(times) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "tiles", "warnings"),
-    [
-        ("healthy_run.json", 0, []),
-        ("hacked_run.json", 1, ["Reward hacking (iteration 30)"] * 2 + ["k1 1.53, above 1"]),
-    ],
-)
+RUNS = [
+    ("healthy_run.json", 0, []),
+    ("hacked_run.json", 1, ["Reward hacking (iteration 30)"] * 2 + ["k1 1.53, above 1"]),
+]
+
+
+@pytest.mark.parametrize(("name", "tiles", "warnings"), RUNS)
 def test_tiles_and_captions_warn_of_what_the_run_did(tmp_path, name, tiles, warnings):
     rows = recorded(name)
     notes = [vars(found) for found in Diagnosis(rows).findings]
@@ -155,17 +151,6 @@ def test_a_page_reloads_itself_while_its_run_goes_on_and_says_what_it_does(tmp_p
     assert page.in_order("failed", "why", "errors/rank1.txt", "mean per reply")
 
 
-def test_a_page_is_written_wherever_the_files_were_cut(tmp_path):
-    whole = write_words(write_run(tmp_path / "whole", iterations=2), "kl.coeff=0.1", "+a=b")
-    for path in [p for p in whole.rglob("*") if p.is_file()]:
-        data = path.read_bytes()
-        for size in range(0, len(data), len(data) // 9 or 1):
-            path.write_bytes(data[:size])
-            write_report(whole)
-            write_sweep(tmp_path)
-        path.write_bytes(data)
-
-
 def test_the_command_writes_pages_and_pictures_of_runs_alone(tmp_path, capsys):
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text("defaults: [schema, {policy: smollm}]\n")
@@ -204,11 +189,10 @@ def test_a_curve_goes_through_its_values_and_a_spike_is_cut_and_told():
 
 def test_a_long_run_is_drawn_small_smooth_and_with_its_last_value():
     values = [(i, math.sin(i / 50)) for i in range(20_000)]
-    svg = line_chart([Series("s", [*values, (20_000, 3.0)])], title="t", unit="u")
-    assert len(svg) < 30_000
-    picture = Picture(svg)
+    picture = drawn(Series("s", [*values, (20_000, 3.0)]))
     assert picture.texts(**{"class": "value"}) == ["3"]
     (raw,), (line,) = picture.paths("raw"), picture.paths("line")
+    assert len(raw) < 2_000
     half = len(raw) // 20
     near = [y for _, y in raw[100 - half : 101 + half]]
     assert line[100][1] == pytest.approx(sum(near) / len(near), abs=0.11)  # 0.1 pixel
@@ -222,19 +206,59 @@ def test_a_large_file_is_read_at_both_ends(tmp_path):
     assert got == [*range(11), *range(991, 1000)]
 
 
-def test_own_curves_are_among_the_first_and_flat_ones_folded_unless_they_warn(tmp_path):
-    flat = {"kl/behaviour": 3e-8, "kl/coeff": 0.1, "kl/ref": 0.5, "value/explained_variance": -0.5}
-    rows = [{"reward/mean": i / 9, "my/own": i % 3, "my/flat": 1, **flat} for i in range(9)]
-    rows = [{**row, "reward_part/x": 0.1 * i, "sync/probe": 2.0 * i} for i, row in enumerate(rows)]
-    rows[4]["kl/behaviour"] = 2e-7  # of a float32
-    first, folded = write_report(write_lines(tmp_path, *rows)).read_text().split("More curves")
-    shown, hidden = (re.findall('aria-label="(.*?)"', part) for part in (first, folded))
-    assert shown == ["Reward", "Reward parts", "my/own", "Critic"]
-    kls = ["KL per token", "KL to the sampler", "KL coefficient"]
-    assert hidden == ["my/flat", *kls, "Engine against policy"]
+# The page of a run that goes on.
 
 
-def test_commands_name_the_script_from_where_they_are_typed(tmp_path, monkeypatch):
-    assert resume_command(Path("run")) == "python train.py resume=run"
-    monkeypatch.chdir(tmp_path)
-    assert resume_command(Path("run")) == f"python {SCRIPT} resume=run"
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_a_report_follows_its_run(tmp_path, clock):
+    folder = write_status(tmp_path / "run", state="running")
+    report, page = LiveReport(folder), folder / "report.html"
+    with held(folder):
+        report.begin()
+        assert Page(page).goes_on
+        page.unlink()
+        report.evaluating("4 prompts", 0.5, last=False)
+        assert not page.exists(), "not yet due"
+        report.log({}, 1)
+        assert page.exists(), "the first curves at once"
+        page.unlink()
+        report.log({}, 2)
+        assert not page.exists()
+        clock[0] += SECONDS
+        report.evaluating("4 prompts", 0.5, last=False)
+        assert page.exists()
+    write_status(folder, state="finished")
+    report.end("finished", saved=None)
+    assert "finished" in Page(page).texts
+    assert not Page(page).goes_on
+
+
+def test_pages_take_a_bounded_share_of_the_time(tmp_path, monkeypatch, clock):
+    begun = []
+
+    def write_slowly(folder: Path) -> None:
+        begun.append(clock[0])
+        clock[0] += 2.0
+
+    monkeypatch.setattr(live, "write_report", write_slowly)
+    report = LiveReport(tmp_path)
+    report.begin()
+    for _ in range(500):
+        clock[0] += 1.0
+        report.evaluating("4 prompts", 0.5, last=False)
+    assert begun == [100 + i * (2.0 + 2.0 / SHARE) for i in range(len(begun))]
+    assert len(begun) >= 5
+
+
+def test_a_page_that_cannot_be_written_is_told_once_and_ends_nothing(tmp_path, caplog):
+    (write_status(tmp_path, state="running") / "report.html").mkdir()
+    report = LiveReport(tmp_path)
+    report.begin()
+    report.end("finished", saved=None)
+    assert len(caplog.records) == 1

@@ -4,7 +4,6 @@ import functools
 import inspect
 import math
 import os
-import sys
 
 import numpy as np
 import pytest
@@ -16,10 +15,10 @@ from envs.rewards import Function, InProcess, Judge, Rewarded, RewardModel, TRLF
 from envs.rewards.validate import rewards_of, try_reward
 from envs.tasks import SortDigits
 from envs.tasks.mix import Mix
-from envs.tasks.task import Reply, Reward, Task
+from envs.tasks.task import Reply, Reward, Task, assistant, user
 from trainer.runs.failures import headline
 
-ROW = {"messages": [{"role": "user", "content": "a"}], "columns": {"level": 3}, "task": "x"}
+ROW = {"messages": [user("a")], "columns": {"level": 3}, "task": "x"}
 REPLIES = [Reply("a", True, []), Reply("b", True, [])]
 wrapped = pytest.mark.parametrize(
     "wrap", [lambda t: t, lambda t: Mix({"x": t}), lambda t: Rewarded(t, {})]
@@ -102,7 +101,7 @@ def test_a_trial_asks_once_with_the_answer_of_the_first_row():
         ((row, reply),) = task.asked
         assert row == ROW | more
         assert (reply.text, reply.complete) == (said, True)
-        assert reply.messages == [*ROW["messages"], {"role": "assistant", "content": said}]
+        assert reply.messages == [*ROW["messages"], assistant(said)]
     with pytest.raises(ZeroDivisionError) as caught:
         try_reward(Plain(divide, answer="yes"))
     assert "the reply 'yes'" in headline(caught.value)
@@ -124,14 +123,12 @@ def test_a_trial_asks_no_judge_and_no_model():
     assert set(task.functions) == set(rewards), "the task itself is left as it is"
 
 
-ASKED = {"role": "user", "content": "Half of 8?"}
+ASKED, FOUR = user("Half of 8?"), assistant("4")
 FIRST = {"role": "system", "content": "Be brief."}
-FOUR = {"role": "assistant", "content": "4"}
 
 
 def chat(text: str, *before: dict) -> Reply:
-    said = {"role": "assistant", "content": text}
-    return Reply(text, True, [*(before or (ASKED,)), said])
+    return Reply(text, True, [*(before or (ASKED,)), assistant(text)])
 
 
 def row(question, **cells) -> dict:
@@ -195,38 +192,24 @@ def test_an_error_costs_its_own_reply_alone_unless_it_ends_the_run():
 
 
 def test_none_is_left_out_of_the_sum_and_a_reply_that_nobody_judges_is_dropped():
-    class Asked(Task):
-        def rows(self, split):
-            return [row("a", kind="sum")]
-
     def sums(completions, kind, **kwargs):
         return [2.0 if k == "sum" else None for k in kind]
 
     rows, replies = [row("a", kind="sum"), row("b", kind="word")], [chat("1")] * 2
-    alone = Rewarded(Asked(), {"sums": TRLFunction(sums, weight=0.5)})
+    alone = Rewarded(Task(), {"sums": TRLFunction(sums, weight=0.5)})
     first, second = alone.rewards(rows, replies)
     assert (first.total, first.dropped, first.success, first.parts) == (1, False, True, {"sums": 2})
     assert (second.total, second.dropped, second.errors) == (0, True, 0)
     assert math.isnan(second.parts["sums"])
-    both = Rewarded(Asked(), {"sums": TRLFunction(sums), "one": Function(lambda *_: 1)})
+    both = Rewarded(Task(), {"sums": TRLFunction(sums), "one": Function(lambda *_: 1)})
     assert [(r.total, r.dropped) for r in both.rewards(rows, replies)] == [(3, False), (1, False)]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_child_that_a_reward_forks_goes_no_further_than_the_reward():
     children = []
-
-    def forks(code):
-        if pid := os.fork():
-            children.append(pid)
-        elif code is not None:
-            sys.exit(code)
-        return 0.5
-
-    for code in (None, 0, 3):
-        assert rewards_of(Plain(lambda row, code=code: forks(code)), [ROW], REPLIES[:1])
-    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-    assert ends == [0, 0, 1]
+    assert rewards_of(Plain(lambda row: children.append(os.fork()) or 0.5), [ROW], REPLIES[:1])
+    assert os.waitpid(children[0], 0)[1] == 0
 
 
 def test_a_trial_leaves_the_working_directory_where_it_was(tmp_path):

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +15,7 @@ import torch
 from contracts import Words, make_policy, one_process, prompts
 from processes import gone
 from reward_cases import behave
+from runs import ROOT, environment
 
 from envs.chat_env import ChatEnv
 from envs.rewards import Function, InProcess, Judge, Rewarded, RewardFunction
@@ -26,8 +26,6 @@ from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
 from trainer.transcripts import transcripts
 
-ROOT = Path(__file__).parents[1]
-
 
 def replies(*texts: str) -> list[Reply]:
     return [Reply(text, True, [{"role": "assistant", "content": text}]) for text in texts]
@@ -37,9 +35,6 @@ def judged(function: RewardFunction, *texts: str) -> list:
     """Return the scores, errors by the name of their type."""
     found = function.scores([{}] * len(texts), replies(*texts))
     return [type(s).__name__ if isinstance(s, Exception) else s for s in found]
-
-
-# Functions
 
 
 @pytest.mark.parametrize("fault", [OSError("no"), SystemExit(3), asyncio.CancelledError()])
@@ -92,9 +87,6 @@ def test_wrong_settings_are_named(make, says):
         make()
 
 
-# Worker processes
-
-
 def test_worker_that_hangs_crashes_or_leaves_is_replaced_and_costs_its_reply_alone(tmp_path):
     function = InProcess(functools.partial(behave, folder=str(tmp_path)), timeout=2, processes=2)
     want = {
@@ -132,7 +124,7 @@ workers = Workers(behave, timeout=99, processes=1)
 print(*workers.map([({}, Reply("pid", True, []))]), flush=True)
 workers.map([({}, Reply("hang", True, []))])
 """
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    env = environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as owner:
         worker = int(owner.stdout.readline())
@@ -141,13 +133,10 @@ workers.map([({}, Reply("hang", True, []))])
     assert gone(worker)
 
 
-# Sums
-
-
 def test_rewards_are_weighed_summed_and_logged_by_name():
     length = Function(lambda row, reply: len(reply.text), weight=-0.25)
-    functions = {"length": length, "five": Function(lambda *_: 5, weight=2)}
-    task = Rewarded(SortDigits(), functions, task_weight=0.5)
+    five = Function(lambda *_: 5, weight=2)
+    task = Rewarded(SortDigits(), {"length": length, "five": five}, task_weight=0.5)
     row = SortDigits().row("312")
     first, second = task.rewards([row] * 2, replies("123", "321"))
     assert first.total == pytest.approx(0.5 * 1.0 - 0.25 * 3 + 2 * 5)
@@ -175,9 +164,6 @@ def test_an_error_ends_the_run_or_counts_with_one_warning():
         assert [r.errors for r in got] == [0, 1, 1]
         assert [r.dropped for r in got] == [False, dropped, dropped]
         assert [math.isnan(r.parts["odd"]) for r in got] == [False, True, True]
-
-
-# What a dropped group does to a batch
 
 
 class Failing(RewardFunction):

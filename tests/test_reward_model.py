@@ -1,6 +1,7 @@
 """The reward model: scores of tokens and chats, the pairwise loss, runs that train or ask one."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ from checkpoints import make_checkpoint
 from contracts import one_process
 from runs import train_here
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from transformers import AutoModel
 
 from envs import ChatEnv
@@ -58,29 +58,28 @@ def test_without_a_mask_the_run_of_pad_ids_at_the_end_is_padding(folders):
     assert GPT2RewardModel(body).pad_token_id == 4  # its first EOS where it has no pad
 
 
-def padded(ids: list[list[int]], lengths: list[int], rewards: torch.Tensor) -> TensorDict:
-    mask = torch.arange(len(ids[0])) < torch.tensor(lengths)[:, None]
-    data = {"input_ids": torch.tensor(ids), "attention_mask": mask, "rewards": rewards}
-    return TensorDict(data, batch_size=[len(ids)])
-
-
 CHOSEN = [[1, 2, 3, 4, 0, 0], [1, 2, 0, 0, 0, 0], [5, 6, 7, 0, 0, 0], [1, 2, 3, 0, 0, 0]]
 REJECTED = [[1, 2, 9, 0, 0, 0], [1, 2, 3, 4, 5, 6], [5, 6, 7, 0, 0, 0], [1, 2, 3, 0, 0, 0]]
 LENGTHS = ([4, 2, 3, 4], [3, 6, 3, 3])  # pair 3 differs by an EOS (id 0) that one of them lacks
 COMPARED = [range(2, 4), range(2, 6), range(0), range(3, 4)]  # by hand
 
 
-def compared() -> tuple[TensorDict, TensorDict, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    c, r = (torch.randn(4, 6, generator=generator, requires_grad=True) for _ in range(2))
-    return padded(CHOSEN, LENGTHS[0], c), padded(REJECTED, LENGTHS[1], r), c, r
+def compared() -> list[TensorDict]:
+    generator, both = torch.Generator().manual_seed(0), []
+    for ids, lengths in zip((CHOSEN, REJECTED), LENGTHS, strict=True):
+        rewards = torch.randn(4, 6, generator=generator, requires_grad=True)
+        mask = torch.arange(6) < torch.tensor(lengths)[:, None]
+        data = {"input_ids": torch.tensor(ids), "attention_mask": mask, "rewards": rewards}
+        both.append(TensorDict(data, batch_size=[4]))
+    return both
 
 
 def test_the_loss_is_that_of_a_slow_loop_and_so_are_its_gradients():
-    chosen, rejected, c, r = compared()
-    loss = GPT2RewardModel.compute_reward_loss(chosen, rejected)
+    both = compared()
+    loss = GPT2RewardModel.compute_reward_loss(*both)
     loss.backward()
-    slow = [p.detach().double().requires_grad_() for p in (c, r)]
+    fast = [td["rewards"] for td in both]
+    slow = [rewards.detach().double().requires_grad_() for rewards in fast]
     each = []
     for i, places in enumerate(COMPARED):
         if len(places):
@@ -89,27 +88,17 @@ def test_the_loss_is_that_of_a_slow_loop_and_so_are_its_gradients():
     expected = sum(each) / 3
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    for mine, theirs in zip((c, r), slow, strict=True):
+    for mine, theirs in zip(fast, slow, strict=True):
         torch.testing.assert_close(mine.grad.double(), theirs.grad, atol=1e-6, rtol=1e-5)
 
 
-def test_it_is_a_tensordict_module_and_survives_saving(folders, tmp_path):
-    model = GPT2RewardModel(folders["gpt2"])
-    keys = ["input_ids", "attention_mask"]
-    reward = TensorDictModule(model, in_keys=keys, out_keys=["rewards", "end_scores"])
-    chosen, rejected, *_ = compared()
-    want = model.compute_reward_loss(chosen, rejected)
-    assert torch.equal(reward.compute_reward_loss(chosen, rejected), want)
+def test_it_survives_saving(folders, tmp_path):
+    model, ids = GPT2RewardModel(folders["gpt2"]), torch.tensor(CHOSEN)
     model.save_pretrained(tmp_path / "reward")
-    again = GPT2RewardModel(tmp_path / "reward")
-    ids, mask = chosen["input_ids"], chosen["attention_mask"]
-    torch.testing.assert_close(again(ids, mask)[1], reward(chosen)["end_scores"])
+    torch.testing.assert_close(GPT2RewardModel(tmp_path / "reward")(ids)[1], model(ids)[1])
 
 
 ROW = {"messages": [{"role": "user", "content": "Sort 312"}], "chosen": "123", "rejected": "12"}
-
-
-# Preferences
 
 
 def pairs() -> PreferencePairs:
@@ -176,9 +165,6 @@ def test_rm_tiny_learns_to_prefer(tmp_path):
     assert (ends[0::2] > ends[1::2]).float().mean() > 0.75  # 0.5 by chance
 
 
-# A reward model as the task's reward
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return the folder of a reward model with a random head."""
@@ -216,6 +202,9 @@ def test_a_reply_is_scored_at_its_end_against_the_label_within_the_clip(folder):
     gaps = [score - label for score, label in zip(plain, labels, strict=True)]
     assert [r.total for r in together] == pytest.approx(gaps, abs=1e-4)
     assert [r.success for r in together] == [False, True, False, False]
+    small = ChatRewards(folder, limit=50)  # several forwards
+    chats = [reply.messages for reply in replies]
+    assert small(chats, [reply.complete for reply in replies]) == pytest.approx(plain, abs=1e-4)
     clip = max(map(abs, plain)) / 2
     clipped = [min(max(score, -clip), clip) for score in plain]
     alone = LearntReward(reward_model=str(folder), relative=False, score_clip=clip)
@@ -228,13 +217,6 @@ def test_a_reply_is_scored_at_its_end_against_the_label_within_the_clip(folder):
     assert [r.total for r in got] == pytest.approx(want, abs=1e-4), "one of several rewards"
 
 
-def test_forwards_of_any_size_give_the_same_scores(folder):
-    task = LearntReward(reward_model=str(folder))
-    chats = [[*r["messages"], assistant(r["answer"])] for r in task.rows("eval")[:9]]
-    whole = ChatRewards(folder)(chats)
-    assert ChatRewards(folder, limit=50)(chats) == pytest.approx(whole, abs=1e-4)
-
-
 def test_a_folder_without_a_reward_model_is_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(ValueError, match=r"reward_model\.safetensors"):
         LearntReward(reward_model=str(tmp_path))
@@ -242,11 +224,8 @@ def test_a_folder_without_a_reward_model_is_refused_before_anything_is_loaded(tm
         ChatRewards(find_model("tiny").folder)
 
 
-@pytest.mark.runs
-def test_ppo_trains_through_it(folder, tmp_path):
-    words = ["experiment=ppo_tldr_tiny", "policy.model=tiny", "trainer.num_iterations=2"]
-    words += ["trainer.prompts_per_iteration=8", "eval.max_rows=4"]
-    rows = train_here(tmp_path / "run", *words, f"env.task.reward_model={folder}")
-    assert {"reward_part/score", "kl/ref_sequence", "value/explained_variance"} <= rows[2].keys()
-    assert rows[1]["reward_part/score"] != rows[2]["reward_part/score"]
-    assert rows[2]["reward/raw_mean"] != 0
+def test_a_reward_model_without_a_chat_template_is_refused(folder, tmp_path):
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match=r"policy\.chat_template=chatml"):
+        ChatRewards(bare)

@@ -11,6 +11,7 @@ from specification_rows.rollout import STEPS, batch, by_hand, chats, make, model
 from specification_rows.shared import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from policies.padding import pad_mask, widen
 from trainer import (
     AdaptiveKLController,
     KLControllerBase,
@@ -27,24 +28,24 @@ def test_nothing_is_nan_when_all_rows_stop_at_once(config):
     td = roll.rollout_from_data(batch(), config)
     for value in td.values(include_nested=True, leaves_only=True):
         assert value.isfinite().all()
-    assert not td["sample_log_prob"][:, 1:].any()
-    assert td["sample_log_prob"][:, 0].all()
-    assert td["next", "done"].sum(1).flatten().tolist() == [1] * 4
+    for flags in (td["sample_log_prob"] != 0, td["next", "done"]):
+        assert flags.squeeze(-1).nonzero().tolist() == [[i, 0] for i in range(4)]
 
 
 def test_a_prompt_is_read_by_its_mask_wherever_its_padding_is():
     found, greedy = [], GenerationConfig(do_sample=False)
-    for start in (0, 6):
-        ids, mask = torch.zeros(1, 9, dtype=torch.int64), torch.zeros(1, 9, dtype=torch.bool)
-        ids[0, start : start + 3], mask[0, start : start + 3] = torch.tensor([3, 50, 4]), True
-        last = {"prompt_rindex": torch.tensor([start + 2]), "batch_size": [1]}
-        data = PromptData(input_ids=ids, attention_mask=mask, **last)
+    for side, last in (("right", 2), ("left", 8)):
+        ids, mask = widen(torch.tensor([[3, 50, 4]]), 9, side=side), pad_mask([3, 9], side=side)
+        last = {"prompt_rindex": torch.tensor([last]), "batch_size": [1]}
+        data = PromptData(input_ids=ids, attention_mask=mask[:1], **last)
         found.append(make().rollout_from_data(data, greedy))
     for key in ("action", "sample_log_prob", ("next", "reward")):
         torch.testing.assert_close(found[0][key], found[1][key], atol=1e-5, rtol=1e-5)
     data.prompt_rindex = torch.tensor([5])
     with pytest.raises(ValueError, match="prompt_rindex"):
         make().generate(data)
+    with pytest.raises(ValueError, match="num_beams"):
+        make().generate(batch(), GenerationConfig(num_beams=2))
 
 
 def test_log_probs_are_of_what_was_drawn_from_and_the_kl_is_at_its_temperature():
@@ -74,11 +75,6 @@ def test_the_eos_of_a_generation_config_ends_the_episode():
     assert td["next", "done"][:, : STEPS - 1].any()
 
 
-def test_what_has_no_log_probs_is_refused():
-    with pytest.raises(ValueError, match="num_beams"):
-        make().generate(batch(), GenerationConfig(num_beams=2))
-
-
 def test_the_kl_of_a_model_to_itself_is_zero_and_dropout_is_off():
     model = AutoModelForCausalLM.from_pretrained(checkpoint("gpt2"))
     alone = RolloutFromModel(model, model, torch.nn.Identity(), max_new_tokens=STEPS)
@@ -95,8 +91,10 @@ def test_the_kl_of_a_model_to_itself_is_zero_and_dropout_is_off():
 class Noting(KLControllerBase):
     """Write down what it is told; half the coefficient each time."""
 
+    seen = ()
+
     def update(self, kl_values):
-        self.seen = [*getattr(self, "seen", []), list(kl_values)]
+        self.seen = *self.seen, list(kl_values)
         self.coeff /= 2
         return self.coeff
 
@@ -162,16 +160,16 @@ def test_a_data_set_keeps_the_whole_prompt_and_ends_the_label(tmp_path, path):
 def test_a_loader_shows_each_row_once_an_epoch(path):
     settings = {"block_size": 40, "tensorclass_type": PromptData, "device": "cpu"}
     settings |= {"dataset_name": path, "tokenizer": checkpoint("gpt2")}
-    torch.manual_seed(1)
-    once = [b.input_ids for b in get_dataloader(4, infinite=False, **settings)]
-    assert [len(ids) for ids in once] == [4, 4, 2]
-    assert len({tuple(row.tolist()) for row in torch.cat(once)}) == 10
+    passes = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        passes.append([b.input_ids for b in get_dataloader(4, infinite=False, **settings)])
+    assert [len(ids) for ids in passes[0]] == [4, 4, 2]
+    assert all(map(torch.equal, *passes))
     endless = get_dataloader(4, **settings)
-    for epoch in torch.cat([next(endless).input_ids for _ in range(5)]).split(10):
+    shown = [*passes[0], *(next(endless).input_ids for _ in range(5))]
+    for epoch in torch.cat(shown).split(10):
         assert len({tuple(row.tolist()) for row in epoch}) == 10
-    torch.manual_seed(1)
-    again = next(get_dataloader(4, infinite=False, **settings)).input_ids
-    assert torch.equal(again, once[0])
 
 
 def test_rows_that_do_not_fit_are_dropped_aloud_and_bad_data_is_an_error(tmp_path, path):

@@ -81,14 +81,17 @@ def test_a_second_signal_ends_the_process_at_once_with_a_true_status(tmp_path, m
     assert codes == [(128 + signal.SIGINT, "stopped by SIGTERM")]
 
 
-def test_settings_of_accelerate_launch_are_usual_or_refused(tmp_path, monkeypatch):
-    usual = {"MIXED_PRECISION": "no", "GRADIENT_ACCUMULATION_STEPS": "1", "USE_FSDP": "false"}
-    for name, value in usual.items():
-        monkeypatch.setenv(f"ACCELERATE_{name}", value)
-    assert Runtime(tmp_path).accelerator.gradient_accumulation_steps == 1
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(ValueError, match=r"policy\.autocast=bfloat16"):
-        Runtime(tmp_path)
+class Second(Runtime):
+    """The second of two ranks, which meets nobody."""
+
+    ranks, rank = 2, 1
+
+
+def test_ranks_share_out_what_divides():
+    runtime = Second.__new__(Second)
+    assert runtime.mine(6) == slice(3, 6)
+    with pytest.raises(ValueError, match="2 ranks"):
+        runtime.mine(3)
 
 
 def test_float64_is_asked_only_of_devices_that_have_it():

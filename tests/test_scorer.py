@@ -10,7 +10,9 @@ from contracts import make_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import layout, token_distribution
+from benchmarks.measure import peak_bytes
+from policies import layout
+from policies.load import load_policy
 from policies.padding import pad, pad_mask
 from policies.random import fold, inverse_cdf, uniforms
 from policies.sampler import Stop, sample
@@ -121,19 +123,6 @@ def test_the_exact_kl_to_a_wider_embedding_is_over_the_common_tokens() -> None:
         torch.testing.assert_close(got[0, 1:].double(), want, atol=1e-5, rtol=0)
 
 
-def test_slices_of_the_head_change_nothing(monkeypatch) -> None:
-    model, other = model_of(), model_of(0.9)
-    found = []
-    for size in (2**26, 7 * V):  # all tokens at once, and 7 at a time
-        monkeypatch.setattr(token_distribution, "SLICE", size)
-        out = Scorer(model)(TOKENS, MASK, entropy=True, reference=Scorer(other))
-        grads = flat_gradient(model, (out.log_probs - 0.3 * out.full_kl).sum())
-        found.append((out.log_probs, out.entropy, out.full_kl, grads))
-    assert all(p.grad is None for p in other.parameters())
-    for whole, sliced in zip(*found, strict=True):
-        torch.testing.assert_close(sliced, whole, atol=1e-6, rtol=1e-6)
-
-
 def test_logits_are_aligned() -> None:
     logits = Scorer(model_of()).logits(TOKENS, MASK)
     for i, row in enumerate(ROWS):
@@ -145,21 +134,6 @@ def test_logits_are_aligned() -> None:
 def test_nothing_to_score_still_touches_every_parameter() -> None:
     scores = Scorer(model_of())(TOKENS, MASK, torch.zeros_like(MASK))
     assert not flat_gradient(model_of(), scores.log_probs.sum()).any()
-
-
-@torch.no_grad()
-def test_greedy_takes_the_most_likely_token_and_scores_it_at_temperature_one() -> None:
-    model = make_policy().model
-    prompt = torch.tensor([3, 4, 5])
-    streams, never = torch.zeros(1, dtype=torch.int64), Stop(frozenset())
-    settings = {"streams": streams, "stop": never, "max_new_tokens": 4, "temperature": 0.0}
-    out = sample(model, prompt[None], **settings)
-    row = prompt
-    for token, value in zip(out.ids[0], out.log_probs[0], strict=True):
-        logits = model(row[None]).logits[0, -1]
-        assert int(token) == int(logits.argmax())
-        assert float(value) == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
-        row = torch.cat([row, token[None]])
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -227,3 +201,18 @@ def test_a_network_that_is_no_transformers_model_is_scored():
         torch.testing.assert_close(got[1 : len(row)], expected)
     scored.log_probs.sum().backward()
     assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_the_backward_of_long_sequences_holds_less_at_once():
+    ids = (torch.arange(512) % 40)[None]
+    mask, kept = torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+    kept[:, -4:] = True
+    peak = {}
+    for on in (True, False):
+        policy = load_policy("tiny", gradient_checkpointing=on)
+        policy.scorer.train()
+        policy.scorer(ids, mask, kept).log_probs.sum().backward()  # the gradients are there
+        peak[on] = peak_bytes(
+            lambda scorer=policy.scorer: scorer(ids, mask, kept).log_probs.sum().backward()
+        )
+    assert peak[True] < 0.7 * peak[False]  # there are two layers only

@@ -1,6 +1,7 @@
 """The shape of the repository: which way imports point, what loads torch, sizes, metric names."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from runs import ROOT
+
+from trainer.reports import dashboard
 
 LAYERS = ("policies", "envs", "trainer")  # each may import those before it
 PACKAGES = ("policies", "envs", "envs.rewards", "envs.tasks", "envs.transforms", "trainer")
@@ -84,40 +87,43 @@ def test_the_parent_and_lazy_packages_load_nothing_heavy():
 
 
 READERS = ("run_files", "redact", "launch")  # they read names of metrics, or have other a/b texts
-
-
-def documented() -> set[str]:
-    return set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M))
-
-
-def texts(tree: ast.AST):
-    """Yield the texts of a file; of f"reward_part/{name}" it is reward_part/<name>."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            yield "".join(
-                str(p.value) if isinstance(p, ast.Constant) else f"<{ast.unparse(p.value)}>"
-                for p in node.values
-            )
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
+DOCUMENTED = re.findall(r"^\| `([^`]+)` \|", PAGE, re.M)
+METRICS = {name.split("/")[0] for name in DOCUMENTED}
 
 
 def logged() -> set[str]:
-    """Collect the metric names among the texts of the files that make metrics."""
-    groups = {name.split("/")[0] for name in documented()}
-    names = {name for name in TREES if name.startswith("trainer/") and "/reports/" not in name}
-    every = (text for n in names if Path(n).stem not in READERS for text in texts(TREES[n]))
-    named = re.compile(r"([a-z_]+)/(?:[a-z0-9_]+|\S*<\S+)")
-    return {text for text in every if (m := named.fullmatch(text)) and m[1] in groups}
+    """Return the metrics that files make, of f"eval/pass@{k}" eval/pass@<k>."""
+    made = [n for n in TREES if n.startswith("trainer/") and "/reports/" not in n]
+    source = "".join((ROOT / n).read_text() for n in made if Path(n).stem not in READERS)
+    texts = re.findall(
+        rf'"((?:{"|".join(METRICS)})/(?:[a-z0-9_]+|[^"\s]*\{{[^"]+\}}[^"\s]*))"', source
+    )
+    return {re.sub(r"{(.*?)}", r"<\1>", text) for text in texts}
 
 
 def test_metrics_page_lists_what_is_logged_and_nothing_else():
-    page, code = documented(), logged()
-    assert len(page) > 30
+    code = logged()
+    assert len(DOCUMENTED) > 30
     patterns = [re.escape(name) for name in code if "<" in name]
     made = re.compile("|".join(re.sub(r"<[^>]*>", r"(?:[a-z0-9_]+|<name>)", p) for p in patterns))
-    assert {name for name in page - code if not made.fullmatch(name)} == set(), "nothing logs it"
-    assert {name for name in code - page if "<" not in name} == set(), "not on docs/metrics.md"
+    assert not [name for name in {*DOCUMENTED} - code if not made.fullmatch(name)], (
+        "nothing logs it"
+    )
+    assert not [name for name in code - {*DOCUMENTED} if "<" not in name], "not on docs/metrics.md"
+
+
+def test_the_wandb_workspace_draws_each_documented_metric_at_most_once_over_iterations(capsys):
+    drawn = [p for section in dashboard.workspace("team", "mine").sections for p in section.panels]
+    assert {panel.x for panel in drawn} == {"progress/iteration"}
+    asked = {panel.title: panel.metric_regex for panel in drawn if panel.metric_regex}
+    assert re.fullmatch(asked["Accuracy on held-out prompts"], "eval/pass@8")
+    assert dashboard.main(["--dry-run"]) == 0
+    printed = json.loads(capsys.readouterr().out)["sections"]
+    names = [name for section in printed.values() for panel in section.values() for name in panel]
+    assert len(names) == len(set(names))
+    groups = {name.split("/")[0] + "/*" for name in DOCUMENTED if "<" in name}
+    assert {*names} <= {*DOCUMENTED, *groups}
 
 
 DISTRIBUTIONS = {"hydra": "hydra_core", "yaml": "pyyaml"}  # where the names differ

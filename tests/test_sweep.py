@@ -2,7 +2,6 @@
 
 import csv
 from pathlib import Path
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -45,22 +44,10 @@ def sweep(tmp_path) -> Path:
     return folder
 
 
-def job(
-    name: str = "0",
-    reward: float | None = None,
-    kl: float | None = None,
-    *,
-    state: str = "finished",
-    objective: float | None = None,
-    **overrides: Any,
-) -> Job:
+def job(name: str, reward=None, kl=None, *, state="finished", objective=None, **overrides) -> Job:
     values = {"objective": objective, "reward/raw_mean": reward, "kl/ref_sequence": kl}
     keys = {key.replace("__", "."): str(value) for key, value in overrides.items()}
     return Job(name, load_run("nowhere"), keys, {"state": state, **NONE, **values})
-
-
-def picture(jobs: list[Job]) -> Picture:
-    return Picture(frontier(jobs, width=480, height=340))
 
 
 def test_the_csv_has_a_row_per_job_with_means_over_its_end(sweep):
@@ -70,17 +57,18 @@ def test_the_csv_has_a_row_per_job_with_means_over_its_end(sweep):
     assert (page.texts.count("Hacked"), page.texts.count("Ok")) == (1, 0), "once for all jobs"
     with open(sweep / "sweep.csv", newline="") as file:
         short, unborn, whole, _ = csv.DictReader(file)
-    names = ["kl.coeff=2", "kl.coeff=3,policy.model=a/b", "kl.coeff=10"]
-    assert [row["job"] for row in (short, unborn, whole)] == names
-    assert float(whole["reward/raw_mean"]) == 14  # iterations 13 to 15, a quarter
+    wanted = {"job": "kl.coeff=10", "state": "finished", "objective": "0.5"}
+    wanted |= {"reward/raw_mean": "14.0", "iterations_averaged": "3"}  # 13 to 15, a quarter
+    assert wanted.items() <= whole.items()
     assert float(whole["kl/ref_sequence"]) == pytest.approx(11 / 11)
-    assert float(short["reward/raw_mean"]) == 4  # one iteration, not that after training
-    assert (whole["iterations_averaged"], short["iterations_averaged"]) == ("3", "1")
-    assert [row["state"] for row in (whole, short)] == ["finished", "not started"]
-    assert [row["objective"] for row in (whole, short)] == ["0.5", ""]
     assert float(whole["eval/sampled_accuracy"]) == 0.75
-    cells = [unborn[key] for key in ("kl.coeff", "policy.model", "reward/raw_mean")]
-    assert cells == ["3", "a/b", ""]
+    # one iteration, not that after training
+    wanted = {"job": "kl.coeff=2", "state": "not started", "objective": ""}
+    assert (
+        wanted | {"reward/raw_mean": "4.0", "iterations_averaged": "1"}
+    ).items() <= short.items()
+    wanted = {"job": "kl.coeff=3,policy.model=a/b", "kl.coeff": "3", "policy.model": "a/b"}
+    assert (wanted | {"reward/raw_mean": ""}).items() <= unborn.items()
 
 
 def test_the_best_setting_is_not_that_of_the_luckiest_seed(tmp_path):
@@ -113,18 +101,19 @@ def test_the_frontier_is_what_no_other_setting_beats(places):
 
 
 def test_unfinished_jobs_enter_neither_means_nor_the_line_and_seeds_are_one_point():
+    running = {"reward": 9.0, "kl": 0.1, "state": "running"}
     jobs = [
         job("a1", 1.0, 4.0, c="a", seed=1),
-        job("a2", 9.0, 0.1, state="running", c="a", seed=2),
+        job("a2", **running, c="a", seed=2),
         job("a3", 0.5, 6.0, c="a", seed=3),
-        job("b1", 9.0, 0.1, state="running", c="b", seed=1),
+        job("b1", **running, c="b", seed=1),
         job("c1", 2.0, 6.0, c="c", seed=1),
     ]
     a, b, c = grouped(jobs)
     assert [s.spots() for s in (a, b, c)] == [[(4.0, 1.0), (6.0, 0.5)], [(0.1, 9.0)], [(6.0, 2.0)]]
     assert (a.place(), a.label) == ((5.0, 0.75), "a")
     assert pareto([a, b, c]) == [a, c]
-    drawn = picture(jobs)
+    drawn = Picture(frontier(jobs, width=480, height=340))
     assert len(drawn.all(**{"class": "bars"})) == 1  # of the one with seeds
     assert sum("dasharray" in dot.attrib["style"] for dot in drawn.dots) == 1
 
@@ -144,9 +133,7 @@ def test_the_command_takes_a_sweep_and_reports_unrelated_runs_one_by_one(sweep, 
 
 def test_the_page_has_a_row_per_setting_and_folds_those_of_its_jobs(tmp_path):
     for coeff, seed, objective in ((0, 1, 0.5), (0, 2, 0.75), (1, 1, 0.25), (1, 2, 0.25)):
-        folder = tmp_path / f"kl.coeff={coeff},seed={seed}"
-        write_job(folder, coeff=float(coeff))
-        write_status(folder, state="finished", objective=objective)
+        folder = write_status(tmp_path / f"{coeff}{seed}", state="finished", objective=objective)
         write_words(folder, "experiment=grpo_tiny", f"kl.coeff={coeff}", f"seed={seed}")
     settings, jobs = Page(write_sweep(tmp_path)).source.split("<summary>Jobs</summary>")
     assert settings.count("<tr>") == 1 + 2
@@ -155,14 +142,7 @@ def test_the_page_has_a_row_per_setting_and_folds_those_of_its_jobs(tmp_path):
     assert jobs.count("<tr>") == 1 + 4
 
 
-def test_points_on_one_spot_share_a_label():
-    jobs = [job(str(c), r, kl, kl__coeff=c) for c, r, kl in ((0, 1, 4), (0.1, 1, 4), (1, 0.5, 1))]
-    assert {"0, 0.1", "1"} <= {*picture(jobs).texts(**{"class": "value"})}
-
-
-def test_runs_of_anywhere_are_compared_on_one_page_each_by_its_folder(
-    sweep, tmp_path, monkeypatch, capsys
-):
+def test_runs_of_anywhere_are_compared_on_one_page(sweep, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_job(Path("a/one"), coeff=1.0)
     write_job(Path("b/two"), coeff=1.0)  # the same words, another code

@@ -2,35 +2,23 @@
 
 import hashlib
 import os
+import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from runs import SMALL, asked, environment, launch, lines, metrics, train, wait_for
+from pages import Page
+from runs import SMALL, asked, launch, lines, metrics, train, wait_for
 from safetensors.torch import load_file
 
 from train import train as train_config
+from trainer.reports.report import write_report
 from trainer.runs.run_files import read_lines, read_status
 
 pytestmark = pytest.mark.runs
-PLAIN = """
-import sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-chat = [{"role": "user", "content": "Sort the digits in ascending order: 312"}]
-ids = tokenizer.apply_chat_template(
-    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-)
-out = model.generate(**ids, max_new_tokens=9, do_sample=False)
-print(repr(tokenizer.decode(out[0, ids["input_ids"].shape[1]:])))
-assert not {"policies", "envs", "trainer", "conf"} & {*sys.modules}
-"""
 
 
 def iterations(folder: Path) -> int:
@@ -74,17 +62,25 @@ def test_metrics_and_transcripts_are_of_the_whole_run(small_run):
     assert rows[-1]["kl/ref_k3"] > 1e-3
     texts = lines(small_run.folder / "transcripts.jsonl")
     assert {row["kind"] for row in texts} == {"before", "train", "after"}
-    assert all(row["prompt"].startswith("Sort the digits") for row in texts)
+    for row in texts:
+        digits, reverse = re.findall(r"\d", row["prompt"]), "descending" in row["prompt"]
+        assert row["answer"] == "".join(sorted(digits, reverse=reverse))
 
 
-def test_the_model_loads_in_plain_transformers_without_leash(small_run):
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN, str(small_run.folder / "model")],
-        capture_output=True, text=True, env=environment(), cwd=small_run.folder,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    reply = done.stdout.strip().splitlines()[-1].strip("'")
-    assert sorted(reply.removesuffix("<|im_end|>")) == ["1", "2", "3"]
+def test_tokens_add_up_to_their_reply(small_run):
+    rows = lines(small_run.folder / "transcripts.jsonl")
+    last = [r for r in rows if r["kind"] == "train" and r["iteration"] == 16]
+    kept = {r["rank"]: r for r in last if "rank" in r}
+    assert {"best", "worst"} <= set(kept) <= {"best", "median", "worst"}
+    assert kept["worst"]["reward"] <= kept["best"]["reward"]
+    for row in kept.values():
+        pieces = row["pieces"]
+        assert sum(pieces["kl"]) == pytest.approx(row["kl"], abs=0.02)  # three digits each
+        same = [row["advantage"]] * len(pieces["text"])
+        assert pieces["advantage"] == pytest.approx(same, rel=0.01)
+        assert "".join(pieces["text"]).removesuffix("<|im_end|>") == row["response"]
+        assert len(pieces["log_prob"]) == len(same)
+        assert max(pieces["log_prob"]) <= 0
 
 
 def test_a_run_stopped_and_killed_goes_on_as_if_nothing_had_happened(small_run, tmp_path):
@@ -92,6 +88,8 @@ def test_a_run_stopped_and_killed_goes_on_as_if_nothing_had_happened(small_run, 
     folder = tmp_path / "run"
     process = launch(*SMALL, f"output_dir={folder}")
     wait_for(lambda: iterations(folder) >= 5, process)
+    assert read_status(folder)["state"] == "running"
+    assert Page(folder / "report.html").goes_on
     process.send_signal(signal.SIGTERM)
     text = process.communicate(timeout=120)[0]
     assert process.returncode == 143, text
@@ -115,6 +113,7 @@ def test_a_run_stopped_and_killed_goes_on_as_if_nothing_had_happened(small_run, 
     text = process.communicate(timeout=120)[0]
     assert process.returncode not in (0, 143), text
     assert outcome(folder)[0] == "failed"
+    assert not Page(write_report(folder)).goes_on
     assert iterations(folder) < 16, "the run should have been killed half way"
 
     finished = train(f"resume={folder}")

@@ -1,24 +1,30 @@
-"""The loop in this process: stops, resumes, and what it says about them."""
+"""The loop in this process: stops, resumes, ends once it has learnt enough, samples ahead."""
 
+import copy
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from contracts import Words
+import torch
+from contracts import Words, make_policy
+from engines import Copy
 from runs import lines, metrics
-from small_runs import (
-    IN_EVALUATION_2,
-    IN_ITERATION_2,
-    Counted,
-    crash,
-    stop,
-    train,
-)
+from small_runs import IN_EVALUATION_2, IN_ITERATION_2, Counted, crash, stop, train
+from tensordict import TensorDictBase
+from torch import Tensor
 
+from policies.scorer import Scorer
+from policies.wrappers.transformers_wrapper import TransformersWrapper
+from trainer.early_stopping import EarlyStopping, read_rule
+from trainer.evaluation import Evaluate
 from trainer.kl_control import make_kl_controller
-from trainer.runs.run_files import load_run
-
-pytestmark = pytest.mark.runs
+from trainer.overlap import Overlap
+from trainer.runs.find import nothing_left
+from trainer.runs.run_files import load_run, read_status
+from trainer.sources import DynamicRollouts, Rollouts
+from trainer.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +40,9 @@ def replies(folder: Path) -> list[tuple]:
     return sorted((r["iteration"], r["kind"], r["prompt"], r["response"]) for r in rows)
 
 
+@pytest.mark.runs
 def test_an_evaluation_that_a_stop_cut_off_is_made_up_on_resume(straight, tmp_path) -> None:
-    shown = train(tmp_path, Counted(IN_EVALUATION_2, stop))
-    assert shown.endswith(
-        f"saved at iteration 2; go on with: python train.py resume={tmp_path}\nstopped\n"
-    )
+    assert train(tmp_path, Counted(IN_EVALUATION_2, stop)).endswith("stopped\n")
     rows = metrics(tmp_path)
     assert [row["progress/iteration"] for row in rows] == [0, 1, 2], "the iteration is not lost"
     assert "eval/reward" not in rows[-1]
@@ -48,6 +52,7 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_on_resume(straight, tmp_pa
     assert replies(tmp_path) == replies(straight)
 
 
+@pytest.mark.runs
 def test_what_is_steered_goes_on_where_a_stop_left_it(tmp_path) -> None:
     def run(folder: str, task: Words | None = None, resume: bool = False) -> list[dict]:
         control = make_kl_controller(controller="budget", coeff=0.1, target=0.02)
@@ -64,29 +69,18 @@ def test_what_is_steered_goes_on_where_a_stop_left_it(tmp_path) -> None:
     assert whole[-1]["progress/step"] == 8
 
 
-def test_damaged_checkpoints_are_skipped_by_name(straight, tmp_path) -> None:
-    copied = shutil.copytree(straight, tmp_path / "run")
-    for name in ("iteration_000003", "iteration_000004"):
-        path = copied / "checkpoints" / name / "model" / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:-1])
-    shown = train(copied, resume=True)
-    assert "from iteration 2, skipped damaged iteration_000004, iteration_000003" in shown
-    assert metrics(copied) == metrics(straight)
-    assert replies(copied) == replies(straight)
-
-
+@pytest.mark.runs
 def test_without_checkpoints_a_resumed_run_starts_over(straight, tmp_path) -> None:
-    shown = train(tmp_path, Counted(IN_ITERATION_2, crash), every=3)
-    assert "nothing is saved" in shown
-    assert shown.endswith("boom\n")
+    assert train(tmp_path, Counted(IN_ITERATION_2, crash), every=3).endswith("boom\n")
     assert [row["progress/iteration"] for row in metrics(tmp_path)] == [0, 1]
-    assert "from iteration 0, there is no checkpoint" in train(tmp_path, resume=True, every=20)
+    train(tmp_path, resume=True, every=20)
     saved = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert saved == ["iteration_000004"], "the last iteration is saved, due or not"
     assert metrics(tmp_path) == metrics(straight)
     assert replies(tmp_path) == replies(straight)
 
 
+@pytest.mark.runs
 def test_a_run_goes_on_with_the_data_and_the_iterations_that_it_began_with(tmp_path) -> None:
     def resume(name: str, value: object) -> None:
         train(tmp_path, resume=True, change=lambda loop: setattr(loop, name, value))
@@ -100,6 +94,197 @@ def test_a_run_goes_on_with_the_data_and_the_iterations_that_it_began_with(tmp_p
     assert load_run(tmp_path).state == "finished"
 
 
+@pytest.mark.runs
 def test_without_an_evaluation_the_objective_is_the_last_reward(tmp_path) -> None:
     train(tmp_path, change=lambda loop: loop.evaluate.plans.clear())
     assert load_run(tmp_path).status["objective"] == metrics(tmp_path)[-1]["reward/mean"]
+
+
+# A run that ends once it has learnt enough: at a value, or when evaluations stagnate.
+
+
+RULE = "kl/ref_sequence 1e-4"
+
+
+@pytest.mark.parametrize("values", [[2, 0.6, 0.5], [0.1, 0.4, 0.7]])
+def test_a_metric_that_falls_or_rises_to_a_value_ends_the_run(values):
+    enough = EarlyStopping(stop_at="loss/total 0.5")
+    ended = [bool(enough({"loss/total": value}, i)) for i, value in enumerate(values, 1)]
+    assert ended == [False, False, True]
+
+
+@pytest.mark.parametrize("patience", [1, 2, 3])
+def test_patience_counts_evaluations_since_the_best_one(patience):
+    scores = [0.2, 0.4, 0.4, 0.3, 0.5, 0.1, 0.5, 0.4]
+    enough, ended = EarlyStopping(patience=patience), []
+    for i, score in enumerate(scores):
+        enough({"loss/total": 1.0}, i)  # an iteration without an evaluation counts nothing
+        if enough({"eval/sampled_accuracy": score, "eval/reward": 9.0 + i}, i):
+            ended.append(i)
+    best = [scores.index(max(scores[: i + 1])) for i in range(len(scores))]
+    assert ended[0] == next(i for i in range(1, 8) if i - best[i] >= patience)
+
+
+@pytest.mark.parametrize(("name", "iteration"), [("eval/acuracy", 0), ("kl/refsequence", 1)])
+def test_a_metric_that_the_run_does_not_log_is_refused_when_it_is_first_missing(name, iteration):
+    logged = [{"eval/reward": 1.0}, {"kl/ref": 0.0}]  # by an evaluation, by training
+    enough = EarlyStopping(stop_at=f"{name} 1")
+    assert enough(logged[1 - iteration], iteration) is None
+    with pytest.raises(ValueError, match=name):
+        enough(logged[iteration], iteration)
+
+
+@pytest.mark.parametrize("text", ["kl/ref", "kl/ref much", "kl/ref inf"])
+def test_a_rule_that_cannot_be_read_is_refused(text):
+    with pytest.raises(ValueError, match=r"trainer\.stop_at"):
+        read_rule(text)
+
+
+@pytest.mark.runs
+def test_the_run_ends_there_and_equals_a_longer_one_up_to_there_and_goes_on(straight, tmp_path):
+    ended = tmp_path / "ended"
+    train(ended, enough=EarlyStopping(stop_at=RULE))  # a KL, which rises from 0
+    (ended / "config.yaml").write_text(f"trainer: {{stop_at: {RULE}}}")
+    done, kl = metrics(ended), [line.get("kl/ref_sequence") for line in metrics(straight)]
+    assert 1 < len(done) < 5
+    assert done[-1]["kl/ref_sequence"] >= 1e-4 > done[-2].get("kl/ref_sequence", 0)
+    assert [line.get("kl/ref_sequence") for line in done] == kl[: len(done)]
+    status = read_status(ended)
+    assert (status["state"], status["iteration"]) == ("finished", len(done) - 1)
+    assert (ended / "model").is_dir()
+    rows = [row for row in lines(ended / "transcripts.jsonl") if row["iteration"] == len(done) - 1]
+    assert {row["kind"] for row in rows} == {"train", "after"}, "its evaluation is the last one"
+
+    settings = {"num_iterations": 4, "stop_at": RULE, "patience": None}
+    config = {"resume": str(ended), "mode": "train", "trainer": settings}
+    assert "came to" in str(nothing_left(config))
+    assert nothing_left(config | {"trainer": settings | {"stop_at": None}}) is None
+    train(ended, resume=True, enough=EarlyStopping(stop_at=RULE))  # the final model was lost, say
+    assert metrics(ended) == done
+    train(ended, resume=True)
+    assert [line.get("kl/ref_sequence") for line in metrics(ended)][1:] == kl[1:]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("rule", [{"stop_at": RULE}, {"patience": 1}])
+def test_a_run_that_was_stopped_and_goes_on_ends_where_an_uninterrupted_one_does(tmp_path, rule):
+    train(tmp_path / "a", enough=EarlyStopping(**rule))
+    train(tmp_path / "b", Counted(IN_ITERATION_2, stop), enough=EarlyStopping(**rule))
+    train(tmp_path / "b", resume=True, enough=EarlyStopping(**rule))
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
+
+
+def test_another_value_on_resume_is_come_to_from_the_side_of_the_first_one():
+    before = EarlyStopping(stop_at="kl/ref_sequence 5")
+    before({"kl/ref_sequence": 0.1}, 1)
+    enough = EarlyStopping(stop_at="kl/ref_sequence 3", patience=2)
+    enough.load_state_dict(before.state_dict())
+    assert enough({"kl/ref_sequence": 4.0}, 2) == "kl/ref_sequence came to 4 (trainer.stop_at: 3)"
+
+
+# Sampling ahead: the weights that sample each batch, to the bit, and what errors leave. It is for
+# an engine in another process (tests/test_vllm_runs.py); these play in a thread, by a copy.
+
+
+def engine_of(policy: TransformersWrapper) -> Copy:
+    """Return an engine that computes to the bit what the policy does: torch looks at gradients."""
+    return Copy(**{**policy._settings, "model": Scorer(copy.deepcopy(policy.model))})
+
+
+class Slow:
+    """Sample batch j by the weights after max(0, j - behind) iterations, from a list of all."""
+
+    def __init__(self, source: Rollouts, policy: TransformersWrapper, behind: int) -> None:
+        self.behind, self.weights, self.source = behind, list[dict[str, Tensor]](), source
+        self.model, self.source.generator = policy.model, engine_of(policy)
+        self.rows, self.env, self.prompts = source.rows, source.env, source.prompts
+
+    @torch.no_grad()
+    def __call__(self, iteration: int) -> TensorDictBase:
+        assert len(self.weights) == iteration
+        self.weights.append({k: v.clone() for k, v in self.model.state_dict().items()})
+        chosen = max(0, iteration - self.behind)
+        self.source.generator.model.load_state_dict(self.weights[chosen])
+        self.source.generator.version = chosen
+        return self.source(iteration)
+
+
+def slowly(loop: Trainer, behind: int) -> None:
+    """Put the slow source into a loop."""
+    loop.source = Slow(loop.source, loop.policy, behind)
+
+
+def ahead(loop: Trainer, number: int) -> None:
+    """Let a loop sample so many iterations ahead."""
+    old, total = loop.evaluate, loop.num_iterations
+    loop.source.generator = loop.generator = engine_of(loop.policy)
+    parts = {"env": loop.source.env, "generator": loop.generator, "runtime": loop.runtime}
+    sizes = {"num_samples": 2, "prompts_per_batch": old.chunk, "every": old.every}
+    loop.evaluate = Evaluate(task=old.task, **parts, **sizes)
+    loop.source = Overlap(loop.source, loop.policy, ahead=number, num_iterations=total)
+
+
+def draw_again(loop: Trainer) -> None:
+    old = loop.source
+    parts = {"env": old.env, "generator": old.generator, "runtime": old.runtime}
+    loop.source = DynamicRollouts(task=loop.evaluate.task, size=4, rounds=3, **parts)
+
+
+def learnt(folder: Path) -> tuple[list[dict], bytes]:
+    """Return the metrics of a run that do not depend on how it sampled, and its model."""
+    own = ("sync/", "policy/staleness")
+    rows = [{k: v for k, v in row.items() if not k.startswith(own)} for row in metrics(folder)]
+    return rows, (folder / "model" / "model.safetensors").read_bytes()
+
+
+def staleness(folder: Path) -> list[int | None]:
+    return [row.get("policy/staleness") for row in metrics(folder)]
+
+
+@pytest.fixture(scope="module")
+def two_ahead(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ahead")
+    train(folder, change=lambda loop: ahead(loop, 2))
+    return folder
+
+
+@pytest.mark.runs
+def test_batch_j_is_sampled_by_the_weights_of_j_less_those_ahead(two_ahead, straight, tmp_path):
+    train(tmp_path, change=lambda loop: slowly(loop, 2))
+    assert learnt(two_ahead) == learnt(tmp_path)
+    assert learnt(two_ahead) != learnt(straight)
+    assert staleness(two_ahead) == [None, 0, 1, 2, 2]
+
+
+@pytest.mark.runs
+def test_a_resumed_run_samples_its_first_batches_by_the_weights_that_it_has(two_ahead, tmp_path):
+    folder = shutil.copytree(two_ahead, tmp_path / "run")
+    for later in (2, 3, 4):
+        shutil.rmtree(folder / "checkpoints" / f"iteration_{later:06d}")
+    train(folder, resume=True, change=lambda loop: ahead(loop, 2))
+    assert staleness(folder)[2:] == [0, 1, 2]
+
+
+@pytest.mark.runs
+def test_prompts_that_teach_nothing_are_drawn_again_by_the_same_weights(tmp_path):
+    for name, put in ("slow", slowly), ("ahead", ahead):
+        train(tmp_path / name, change=lambda loop, put=put: (draw_again(loop), put(loop, 1)))
+    assert learnt(tmp_path / "ahead") == learnt(tmp_path / "slow")
+    assert any(row["group/resampled"] for row in metrics(tmp_path / "ahead")[1:])
+
+
+@pytest.mark.runs
+def test_an_error_in_a_batch_ahead_leaves_the_iterations_before_it_whole(tmp_path):
+    task = Counted(IN_EVALUATION_2 + 4, crash)  # sampled while the second iteration is learnt
+    assert train(tmp_path, task, change=lambda loop: ahead(loop, 1)).endswith("boom\n")
+    rows = metrics(tmp_path)
+    assert [row["progress/iteration"] for row in rows] == [0, 1, 2]
+    assert "eval/sampled_accuracy" in rows[-1]
+    assert (tmp_path / "checkpoints" / "iteration_000002").is_dir()
+
+
+def test_several_ranks_that_draw_again_are_refused():
+    source: Any = DynamicRollouts.__new__(DynamicRollouts)
+    source.runtime = SimpleNamespace(ranks=2)
+    with pytest.raises(ValueError, match=r"trainer\.overlap"):
+        Overlap(source, make_policy(), ahead=1, num_iterations=4)

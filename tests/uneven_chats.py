@@ -1,16 +1,15 @@
-"""A task whose chats have one, two and three turns."""
+"""A task whose chats have one, two and three turns; rows and replies as environments read them."""
+
+from collections.abc import Sequence
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from envs.tasks.task import Reply, Reward, Task
+from envs.tasks.task import Reply, Reward, Task, assistant, user
+from policies.chats.history import History
 from policies.random import fold
 
-FEW_SHOT = [
-    {"role": "user", "content": "Sort 2 1"},
-    {"role": "assistant", "content": "1 2"},
-    {"role": "user", "content": "Sort 4 3"},
-]
+FEW_SHOT = [user("Sort 2 1"), assistant("1 2"), user("Sort 4 3")]
 
 
 class Uneven(Task):
@@ -25,10 +24,22 @@ class Uneven(Task):
 
     def respond(self, row: dict, reply: Reply) -> list[dict]:
         turn = sum(m["role"] == "assistant" for m in reply.messages) - 1
-        return [] if turn >= row["turns"] else [{"role": "user", "content": "again"}]
+        return [] if turn >= row["turns"] else [user("again")]
+
+
+def data(*rows: dict) -> TensorDict:
+    """Return what an environment is reset with: rows, each with a stream of its own."""
+    td = TensorDict({"stream": fold(0, torch.arange(len(rows)))}, batch_size=[len(rows)])
+    return td.set("row", NonTensorStack(*[NonTensorData(row) for row in rows]))
+
+
+def replied(td: TensorDict, *texts: str, complete: Sequence[bool] = ()) -> TensorDict:
+    """Write the replies as a policy would, in history mode."""
+    pairs = zip(texts, complete or [True] * len(texts), strict=True)
+    said = History.from_chats([[assistant(t) | {"is_complete": c}] for t, c in pairs])
+    full = td["history"].prompt.extend(said, inplace=False, dim=-1)
+    return td.set(("history", "full"), full)
 
 
 def start(task: Task, count: int | None = None) -> TensorDict:
-    rows = list(task.rows("train"))[:count]
-    td = TensorDict({"stream": fold(0, torch.arange(len(rows)))}, batch_size=[len(rows)])
-    return td.set("row", NonTensorStack(*[NonTensorData(r) for r in rows]))
+    return data(*list(task.rows("train"))[:count])

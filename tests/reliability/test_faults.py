@@ -1,4 +1,8 @@
-"""Real runs with a fault put in: a full disk, closed streams, a reward that ends the process."""
+"""Real runs with a fault: closed streams, a reward that ends the process, damaged run folders.
+
+A damaged folder is resumed to the bit, or ends with one line; its run was killed in the fourth of
+four iterations.
+"""
 
 import json
 import os
@@ -7,10 +11,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from faulty import TINY, one_error
-from runs import ROOT, environment, launch, metrics, train, wait_for
+from runs import ROOT, environment, launch, lines, metrics, train, wait_for
 
 from trainer.runs.run_files import read_status
 
@@ -27,30 +32,6 @@ class Task(SortDigits):
             raise {fault}("by a reward")
         return super().reward(row, reply)
 """
-FULL = """
-mkdir -p {disk} && mount -t tmpfs -o size={size}k tmpfs {disk} || exit 77
-cd {root}; {python} train.py {words} output_dir={disk}/run 2>&1; code=$?
-cat {disk}/run/status.json > {out}/status.json
-exit $code
-"""
-
-
-@pytest.mark.parametrize("size", [24, 200, 600])
-def test_a_full_disk_is_one_line_and_a_true_status(tmp_path, size):
-    """Disks of several sizes, in kB, full at another write each."""
-    if not shutil.which("unshare"):
-        pytest.skip("needs unshare")
-    parts = {"disk": tmp_path / "disk", "size": size, "out": tmp_path, "words": " ".join(TINY)}
-    code = FULL.format(root=ROOT, python=sys.executable, **parts)
-    done = subprocess.run(
-        ["unshare", "-rm", "bash", "-c", code], env=environment(), capture_output=True, text=True
-    )
-    if done.returncode == 77 or "unshare" in done.stderr:
-        pytest.skip("may not mount a disk of its own")
-    assert done.returncode in (1, 2), done.stdout
-    assert "No space left on device" in one_error(done.stdout)
-    if text := (tmp_path / "status.json").read_text():
-        assert json.loads(text)["state"] == "failed"
 
 
 def test_a_run_needs_no_open_streams(tmp_path):
@@ -78,24 +59,6 @@ def test_what_ends_a_process_fails_a_run_when_a_reward_raises_it(tmp_path, fault
     assert read_status(tmp_path / "run")["state"] == "failed"
 
 
-def test_a_longer_run_is_the_one_that_was_never_ended_but_for_its_evaluation_there(tmp_path):
-    short, whole = tmp_path / "short", tmp_path / "whole"
-    steady = [*TINY, "optimizer.schedule=constant"]  # a linear one depends on the length
-    words = [word.replace("num_iterations=4", "num_iterations=6") for word in steady]
-    for done in (
-        train(*steady, f"output_dir={short}"),
-        train(f"resume={short}", "trainer.num_iterations=6"),
-        train(*words, f"output_dir={whole}"),
-    ):
-        assert done.code == 0, done.text
-    rows = metrics(short)
-    measured = {key for key in rows[4] if key.startswith("eval/")}
-    assert measured, "what was measured at its end stays"
-    rows[4] = {key: value for key, value in rows[4].items() if key not in measured}
-    assert rows == metrics(whole)
-    assert read_status(short)["objective"] == read_status(whole)["objective"]
-
-
 def test_a_signal_after_the_end_leaves_a_run_finished_with_exit_code_0(tmp_path):
     folder = tmp_path / "run"
     process = launch(*TINY, f"output_dir={folder}")
@@ -106,3 +69,72 @@ def test_a_signal_after_the_end_leaves_a_run_finished_with_exit_code_0(tmp_path)
         time.sleep(0.02)
     text = process.communicate(timeout=300)[0]
     assert (process.returncode, read_status(folder)["state"]) == (0, "finished"), text
+
+
+# Damaged run folders.
+
+
+NEWEST = "checkpoints/iteration_000002"
+DAMAGES = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "gone": lambda path: path.unlink(),
+    "garbled": lambda path: path.write_bytes(b"\0\xff{" * 99),
+}
+PASSED_OVER = (
+    "status.json",
+    "metrics.jsonl",
+    "transcripts.jsonl",
+    f"{NEWEST}/state.json",
+    f"{NEWEST}/model/model.safetensors",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(cache, tmp_path_factory) -> Path:
+    """Return the folder of a run that nothing happened to, with all its checkpoints."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    done = train(*TINY, "checkpoint.keep_last=9", f"output_dir={folder}")
+    assert done.code == 0, done.text
+    return folder
+
+
+@pytest.fixture
+def killed(whole, tmp_path) -> Path:
+    """Return a copy of it as a kill after its second checkpoint has left it."""
+    folder = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(folder / "model")
+    for number in (3, 4):
+        shutil.rmtree(folder / "checkpoints" / f"iteration_00000{number}")
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps(status | {"state": "running", "iteration": 3}))
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", PASSED_OVER)
+def test_a_run_goes_on_to_the_bit_past_a_damaged_file(name, damage, killed, whole):
+    """From the checkpoint before where the newest one is damaged; lost lines stay lost."""
+    DAMAGES[damage](killed / name)
+    done = train(f"resume={killed}")
+    assert done.code == 0, done.text
+    assert ("skipped damaged iteration_000002" in done.text) == name.startswith(NEWEST)
+    models = [folder / "model" / "model.safetensors" for folder in (killed, whole)]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    after = {
+        f: [row for row in metrics(f) if row["progress/iteration"] > 2] for f in (killed, whole)
+    }
+    assert after[killed] == after[whole]
+    if "jsonl" not in name:
+        assert metrics(killed) == metrics(whole)
+        assert lines(killed / "transcripts.jsonl") == lines(whole / "transcripts.jsonl")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_without_its_configuration_a_run_does_not_go_on_and_keeps_what_it_has(damage, killed):
+    DAMAGES[damage](killed / "config.yaml")
+    before = (killed / "metrics.jsonl").read_bytes()
+    done = train(f"resume={killed}")
+    assert done.code in (1, 2)
+    assert "config.yaml" in one_error(done.text)
+    assert (killed / "metrics.jsonl").read_bytes() == before
+    assert (killed / NEWEST).is_dir()

@@ -1,10 +1,10 @@
 """Runs under launchers: on two nodes, each of one process on this machine, and on one of two.
 
 They give the run that leash starts itself, and go on to the bit when somebody is stopped or killed.
+Sweeps side by side are those in turn, and go on when they were stopped.
 """
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,9 +15,9 @@ import faulty
 import psutil
 import pytest
 from processes import gone
-from runs import ROOT, environment, metrics, train, wait_for
+from runs import ROOT, environment, launch, metrics, train, wait_for
 
-from trainer.runs.run_files import load_run, read_status, read_yaml
+from trainer.runs.run_files import load_run, read_status
 
 pytestmark = pytest.mark.scale
 TRAIN = str(ROOT / "train.py")
@@ -38,11 +38,6 @@ def free_port() -> str:
 def torchrun(node: int, port: str) -> list[str]:
     words = ["--nnodes=2", f"--node_rank={node}", "--nproc_per_node=1"]
     return [*TORCHRUN, *words, "--master_addr=127.0.0.1", f"--master_port={port}"]
-
-
-def rendezvous(node: int, port: str) -> list[str]:
-    words = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=7"]
-    return [*TORCHRUN, *words, f"--rdzv_endpoint=localhost:{port}"]
 
 
 def accelerate(node: int, port: str) -> list[str]:
@@ -92,23 +87,11 @@ def one_node(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("launcher", [torchrun, rendezvous, accelerate])
+@pytest.mark.parametrize("launcher", [torchrun, accelerate])
 def test_two_nodes_give_the_run_of_one_to_the_bit(launcher, one_node, tmp_path):
     run(tmp_path, launcher, *TINY, FOUR, f"output_dir={tmp_path / 'run'}")
     assert metrics(tmp_path / "run") == metrics(one_node)
     assert weights(tmp_path / "run") == weights(one_node)
-
-
-def test_a_run_goes_on_on_two_nodes_as_on_one(one_node, tmp_path):
-    more = ["trainer.num_iterations=6", "launch.num_processes=2"]
-    one, two = (shutil.copytree(one_node, tmp_path / name) for name in ("one", "two"))
-    done = train(f"resume={one}", *more)
-    assert done.code == 0, done.text
-    run(tmp_path, torchrun, f"resume={two}", *more)
-    assert metrics(two) == metrics(one)
-    assert weights(two) == weights(one)
-    assert read_yaml(two / "config.yaml")["trainer"]["num_iterations"] == 6
-    assert "is finished: 6 of 6 iterations" in run(tmp_path, torchrun, f"resume={two}")
 
 
 TASK = """
@@ -220,3 +203,47 @@ def test_the_script_for_sbatch_runs_and_goes_on_when_it_is_queued_again(tmp_path
         assert (tmp_path / "requeued").read_text() == "requeue 77\n"
         assert ("going on" in text) == (turn == 2)
     assert read_status(folder)["state"] == "preempted"
+
+
+# Sweeps.
+
+
+SEEDS = [word.replace("seed=5", "seed=1,2,3") for word in TINY]
+JOBLIB = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+
+
+@pytest.mark.parametrize("launcher", [JOBLIB, ("hydra/launcher=submitit_local",)])
+def test_jobs_side_by_side_are_those_in_turn_to_the_bit(launcher, tmp_path):
+    words = ["-m", *SEEDS, FOUR]
+    for place, more in ("in turn", ()), ("together", launcher):
+        done = train(*words, *more, f"hydra.sweep.dir='{tmp_path / place}'")
+        assert done.code == 0, done.text
+    for seed in (1, 2, 3):
+        one, two = (tmp_path / place / f"seed={seed}" for place in ("in turn", "together"))
+        assert metrics(one) == metrics(two)
+        for name in ("model/model.safetensors", "config.yaml"):
+            assert (one / name).read_bytes() == (two / name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("launcher", [JOBLIB, ("hydra/launcher=submitit_local",)])
+def test_a_sweep_that_ends_early_takes_its_jobs_along_and_goes_on(launcher, kind, tmp_path):
+    words = ["-m", *SEEDS, *launcher, f"hydra.sweep.dir={tmp_path}"]
+    process = launch(*words, "trainer.num_iterations=99999")
+    saved = "checkpoints/iteration_*"
+    wait_for(lambda: sum(any(job.glob(saved)) for job in tmp_path.glob("seed=*")) > 1, process)
+    (os.killpg if kind == signal.SIGINT else os.kill)(process.pid, kind)  # as Ctrl-C and kill do
+    text = process.communicate(timeout=120)[0]
+    assert process.returncode == 128 + kind, text
+    begun = [job for job in sorted(tmp_path.glob("seed=*")) if (job / "status.json").exists()]
+    assert {load_run(job).state for job in begun} == {"preempted"}
+    done = max(read_status(job).get("iteration", 0) for job in begun)
+    for path in tmp_path.glob("seed=*/config.yaml"):
+        text = path.read_text().replace("num_iterations: 99999", f"num_iterations: {done + 2}")
+        path.write_text(text)
+    again = train(*words, f"trainer.num_iterations={done + 2}")
+    assert again.code == 0, again.text
+    for seed in (1, 2, 3):
+        job = tmp_path / f"seed={seed}"
+        assert read_status(job)["state"] == "finished"
+        assert [line["progress/iteration"] for line in metrics(job)] == [*range(done + 3)]

@@ -9,43 +9,28 @@ import re
 from functools import cache
 from pathlib import Path
 
+import contracts
 import pytest
 import torch
 import yaml
-from contracts import (
-    G,
-    Words,
-    leash,
-    make_policy,
-    masks_are_exact,
-    one_leash,
-    one_process,
-    prompts,
-    rollout,
-)
+from contracts import G, Words, leash, make_policy, one_process, prompts, rollout
 from small_runs import train
 from steps import COEFF, HIGH, LOW, gradient, prepared
-from tensordict import TensorDictBase
 from wrapped import spoken
 
 import train as script
 from conf.compose import compose, compose_experiment
 from envs import ChatEnv
 from envs.transforms import RetrieveKL
-from policies import LogProbs, Masks, Text, Tokens, TransformersWrapper, load_policy, load_reference
-from specification_rows.containers import RESPONSE, generated
+from policies import TransformersWrapper, load_policy, load_reference
+from specification_rows.containers import KINDS, RESPONSE, generated
 from specification_rows.row import ROOT, Page, close, refused
 from specification_rows.shared import folder
-from trainer import Demonstrations, GRPOLoss, GRPOObjective, Reference, Runtime, SFTLoss
+from trainer import GRPOLoss, GRPOObjective, Reference, Runtime, SFTLoss
 from trainer.reports import dashboard
 
 CARD = Page("card")
 composed = cache(compose_experiment)
-
-
-def demonstrations(mask: str) -> TensorDictBase:
-    settings = {"task": Words(), "env": ChatEnv(Words()), "policy": make_policy()}
-    return Demonstrations(**settings, runtime=one_process(), size=4, mask=mask)(0)
 
 
 @CARD.rows()
@@ -60,15 +45,14 @@ def application():
     assert composed("grpo_tiny")["env"]["task"]["_target_"].startswith("envs.")
     yield "... an LLM policy wrapper producing Text / Tokens / Masks / LogProbs"
     assert type(load_policy("tiny")) is TransformersWrapper
-    kinds = {"text": Text, "tokens": Tokens, "masks": Masks, "log_probs": LogProbs}
-    assert {key: type(generated()[key]) for key in kinds} == kinds
+    assert {key: type(generated()[key]) for key in KINDS} == KINDS
     yield "... a RetrieveKL transform chain, 0 at the start"
     reference = Reference(make_policy(), load_reference(make_policy()))
     assert isinstance(reference.retrieve, RetrieveKL)
     kl = reference(rollout(make_policy()))["kl_penalty"]
     close(kl, torch.zeros_like(kl))
     yield "... whose KL is charged once, over several turns"
-    one_leash()
+    contracts.one_leash()
     yield "... an SFT loss"
     assert "SFT" in composed("sft_tiny")["algorithm"]["objective"]["_target_"]
     policy = make_policy.__wrapped__()
@@ -114,14 +98,15 @@ def experiments():
 @CARD.rows()
 def masked_distributions():
     yield "... that uses assistant- or prompt-masked distributions: the masks"
-    masks_are_exact()
-    found = [int(demonstrations(mask)["loss_mask"].sum()) for mask in ("assistant", "prompt")]
+    contracts.masks_are_exact()
+    policy = make_policy()
+    batches = [contracts.demonstrations(policy, mask) for mask in ("assistant", "prompt")]
+    found = [int(batch["loss_mask"].sum()) for batch in batches]
     assert 0 < found[1] <= found[0]
     assert composed("sft_tiny")["algorithm"]["mask"] == "assistant"
     yield "... the road's scores are those of the public distributions, for each mask"
-    policy = make_policy()
     score = policy.get_new_version(generate=False, inplace=False)
-    for mask, batch in (("assistant", demonstrations("assistant")), ("response", rollout(policy))):
+    for mask, batch in (("assistant", batches[0]), ("response", rollout(policy))):
         keep, full = batch["loss_mask"], batch["tokens", "full"]
         real = batch["masks", "all_attention_mask"]
         road = policy.scorer(full, real, keep, temperature=batch["temperature"]).log_probs

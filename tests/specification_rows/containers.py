@@ -19,6 +19,7 @@ S1 = Page("S1")
 ATTENTION, ASSISTANT = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
 RESPONSE = ("masks", "all_response_mask")
 PARTS = ("prompt", "response", "full")
+KINDS = {"text": Text, "tokens": Tokens, "masks": Masks, "log_probs": LogProbs}
 
 
 @cache

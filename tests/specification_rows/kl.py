@@ -18,7 +18,7 @@ from policies import ChatHistory, History, TransformersWrapper
 from policies.padding import rows
 from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE, generated, scored
 from specification_rows.row import Page, close, defaults, raises, refused, warned
-from specification_rows.shared import no_template
+from specification_rows.shared import no_template, plain
 from trainer import LLMCollector
 
 S3 = Page("S3")
@@ -59,15 +59,6 @@ def gen(**changes) -> TransformersWrapper:
 def ref(**changes) -> TransformersWrapper:
     """Return a reference with other weights, scoring."""
     return gen(**{"model": other_model(), "log_probs_key": "ref_log_probs", **changes})
-
-
-def plain(wrapper: TransformersWrapper, td: TensorDict, key: Any) -> Tensor:
-    """Return log-probs [B, T] of dense rows by a plain forward each, 0 outside a mask."""
-    full, real = td["tokens"].full, td[ATTENTION]
-    out = torch.zeros(full.shape, dtype=torch.float64)
-    for i in range(len(full)):
-        out[i][real[i]] = plain_log_probs(wrapper, full[i][real[i]], 1.0)
-    return out * td[key]
 
 
 def plain_kl(td: TensorDict, key: Any) -> Tensor:

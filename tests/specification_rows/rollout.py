@@ -1,11 +1,13 @@
 """S4: RolloutFromModel, on a tiny GPT-2."""
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from contracts import plain_log_probs
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from transformers import GenerationConfig, GPT2LMHeadModel
@@ -13,14 +15,8 @@ from transformers import GenerationConfig, GPT2LMHeadModel
 from policies import GPT2RewardModel
 from specification_rows.row import Page, close, defaults, raises
 from specification_rows.shared import checkpoint, folder
-from trainer import (
-    AdaptiveKLController,
-    ConstantKLController,
-    PromptData,
-    RolloutFromModel,
-    get_dataloader,
-)
-from trainer.torchrl.prompt_data import DEFAULT_DATASET
+from trainer import AdaptiveKLController, ConstantKLController, RolloutFromModel
+from trainer.torchrl.prompt_data import DEFAULT_DATASET, PromptData, get_dataloader
 
 S4 = Page("S4")
 STEPS = 6
@@ -70,10 +66,8 @@ def by_hand(
     model: torch.nn.Module, prompt: list[int], reply: list[int], temperature: float = 1.0
 ) -> torch.Tensor:
     """Return the log-probs of a reply by a plain forward."""
-    with torch.no_grad():
-        logits = model.eval()(torch.tensor([prompt + reply])).logits[0, len(prompt) - 1 : -1]
-    logits = logits.double() / temperature
-    return logits.log_softmax(-1).gather(-1, torch.tensor(reply)[:, None]).squeeze(-1)
+    policy = SimpleNamespace(model=model.eval())
+    return plain_log_probs(policy, torch.tensor(prompt + reply), temperature)[len(prompt) :]
 
 
 def end_score(ids: list[int]) -> float:
@@ -119,26 +113,21 @@ def arguments():
     raw = make(score_clip=0.01).create_rollout_td(batch(), *made)["next", "reward_raw"]
     close(raw.abs().max(), 0.01)
     yield "arg kl_scheduler: KLControllerBase, asked by step_scheduler()"
-    for control, moves in (
-        (AdaptiveKLController(init_kl_coef=0.3, target=0.1, horizon=10), True),
-        (ConstantKLController(kl_coef=0.3), False),
-        (None, False),
-    ):
+    adaptive = partial(AdaptiveKLController, init_kl_coef=0.3, target=0.1, horizon=10)
+    for control in (adaptive(), ConstantKLController(kl_coef=0.3), None):
         roll = make(kl_coef=0.3, kl_scheduler=control)
         roll.rollout_from_data(batch())
         roll.step_scheduler()
-        assert (roll.kl_coef != 0.3) == moves
+        assert (roll.kl_coef != 0.3) == isinstance(control, AdaptiveKLController)
     yield "arg num_steps: steps between two optimizations"
-    control = AdaptiveKLController(init_kl_coef=0.3, target=0.1, horizon=10)
-    roll, found = make(kl_coef=0.3, kl_scheduler=control, num_steps=2), []
+    roll, found = make(kl_coef=0.3, kl_scheduler=adaptive(), num_steps=2), []
     for _ in range(4):
         roll.rollout_from_data(batch())
         found.append(roll.kl_coef)
     assert 0.3 == found[0] != found[1] == found[2] != found[3]
     yield "arg score_clip=0"
-    assert (
-        not make(score_clip=0).create_rollout_td(batch(), *rolled()[1])["next", "reward_raw"].any()
-    )
+    none = make(score_clip=0).create_rollout_td(batch(), *made)["next", "reward_raw"]
+    assert not none.any()
 
 
 @S4.rows()

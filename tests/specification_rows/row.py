@@ -30,10 +30,6 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
 }
 
 
-class Unreached(AssertionError):
-    """The group failed at a row before this one."""
-
-
 @dataclass(frozen=True)
 class Row:
     """A statement of a page and the group that tries it; `needs` is a key of NEEDS."""
@@ -95,9 +91,7 @@ def statements(group: Group) -> list[str]:
 def outcomes(group: Group) -> dict[str, BaseException | None]:
     """Return what trying each row of a group raised; each has the same seed."""
     names = statements(group)
-    found: dict[str, BaseException | None] = {
-        n: Unreached(f"a row before failed: {n}") for n in names
-    }
+    found: dict[str, BaseException | None] = dict.fromkeys(names, AssertionError("not reached"))
     now, steps = "", group()
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated classes and torch's prototypes

@@ -1,4 +1,4 @@
-"""Small models that several pages use, made once."""
+"""What several pages use: small models, made once, and log-probs by plain forwards."""
 
 import tempfile
 from functools import cache
@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from checkpoints import make_checkpoint
+from contracts import plain_log_probs
+from tensordict import TensorDict
+from torch import Tensor
 from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
 
@@ -37,3 +40,12 @@ def no_template(seed: int = 0) -> tuple[Any, Any]:
     tokenizer.chat_template = None
     tokenizer.pad_token = tokenizer.eos_token
     return (opt(seed) if seed >= 0 else None), tokenizer
+
+
+def plain(wrapper: Any, td: TensorDict, key: Any, temperature: float = 1.0) -> Tensor:
+    """Return log-probs [B, T] of dense rows by a plain forward each, 0 outside a mask."""
+    full, attended = td["tokens"].full, td["masks"].all_attention_mask
+    out = torch.zeros(full.shape, dtype=torch.float64)
+    for ids, real, row in zip(full, attended, out, strict=True):
+        row[real] = plain_log_probs(wrapper, ids[real], temperature)
+    return out * td[key]

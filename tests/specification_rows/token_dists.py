@@ -1,7 +1,9 @@
 """S1, third part: the distributions of a scoring wrapper, its key lists, and reading replies."""
 
+from typing import Any
+
 import torch
-from contracts import make_policy, plain_log_probs
+from contracts import make_policy
 from tensordict import TensorDict
 from torch.distributions import Categorical
 from wrapped import CHATS, SPOKEN, spoken
@@ -11,20 +13,19 @@ from policies import _extract_responses_from_full_histories as extract
 from policies.padding import rows
 from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE, S1, generated, scored
 from specification_rows.row import close, defaults, raises, refused
+from specification_rows.shared import plain
 from specification_rows.wrapper import fresh, score
 
 FAMILY = [f"_get_dist_with_{name}_mask" for name in ("prompt", "assistant", "attention")]
 FAMILY += ["get_dist", "_get_sft_dist", "_get_rlhf_dist", "_get_generic_dist"]
 
 
-def right(dist: LLMMaskedCategorical, td: TensorDict, key: tuple[str, str]) -> None:
+def right(dist: LLMMaskedCategorical, td: TensorDict, key: Any, temperature: float = 1.0) -> None:
     """Check a distribution over dense rows: its mask, and the log-probs of a plain forward."""
-    full, real, keep = td["tokens"].full, td[ATTENTION], td[key]
-    assert torch.equal(dist.mask, keep)
-    got = dist.log_prob(full.masked_fill(~keep, -100))
-    for i, ids in enumerate(full):
-        want = plain_log_probs(make_policy(), ids[real[i]], 1.0) * keep[i][real[i]]
-        close(got[i][real[i]][1:], want[1:])  # the first token has no prediction
+    assert torch.equal(dist.mask, td[key])
+    got = dist.log_prob(td["tokens"].full.masked_fill(~td[key], -100))
+    seen = td[ATTENTION].cumsum(-1) != 1  # the first token has no prediction
+    close(got * seen, plain(make_policy(), td, key, temperature))
 
 
 @S1.rows()
@@ -68,9 +69,7 @@ def get_dist():
     yield "the distributions divide by the sampling temperature"
     kwargs = {**make_policy().generate_kwargs, "temperature": 0.5}
     dist = score(generate_kwargs=kwargs).get_dist(td.select("tokens", "masks"))
-    ids, real = td["tokens"].full, td[ATTENTION][0]
-    want = plain_log_probs(make_policy(), ids[0][real], 0.5)
-    close(dist.log_prob(ids)[0][real][1:], want[1:])
+    right(dist, td, ATTENTION, 0.5)
     yield "get_dist and its family: **kwargs, additional arguments"
     for name in FAMILY:
         getattr(score(), name)(generated().copy(), spare=1)
@@ -171,15 +170,12 @@ def replies():
     assert (got[0].role[1:], got[0].content[1:]) == (["<none>"] * 2, [""] * 2)
     assert [len(chat) for chat in got.chats()] == [1, 3, 1]
     yield "_extract_responses_from_full_histories: RuntimeError if messages are lost"
-    with raises(RuntimeError, "messages"):
-        extract(
-            [make_policy().renderer.text(CHATS[0])], History.from_chats([SPOKEN[0] * 2]), **NAME
-        )
+    twice, once = History.from_chats([SPOKEN[0] * 2]), [make_policy().renderer.text(CHATS[0])]
+    refused(RuntimeError, "messages", extract, once, twice, **NAME)
     yield "_extract_responses_from_full_histories: a reply followed by EOS or padding"
-    tokenizer = make_policy().tokenizer
     for tail in (tokenizer.eos_token, tokenizer.pad_token, 3 * tokenizer.pad_token):
         given = [text.rstrip("\n") + tail for text in texts(["a"], ["b"], ["c"])]
-        got = extract(given, History.from_chats(CHATS), tokenizer=tokenizer)
+        got = extract(given, asked, tokenizer=tokenizer)
         assert [chat[0]["content"] for chat in got.chats()] == ["a", "b", "c"], tail
         back = History.from_text(given, tokenizer=tokenizer)
         assert [chat[-1]["content"] for chat in back.chats()] == ["a", "b", "c"], tail

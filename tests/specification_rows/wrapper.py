@@ -5,7 +5,7 @@ import inspect
 from functools import partial
 
 import torch
-from contracts import Words, make_policy, plain_log_probs
+from contracts import Words, make_policy
 from contracts import prompts as env_prompts
 from tensordict import TensorDict, lazy_stack
 from tensordict.nn import TensorDictModuleBase
@@ -13,21 +13,11 @@ from transformers import GenerationConfig, LogitsProcessorList, SuppressTokensLo
 from wrapped import CHATS, SPOKEN, prompts, same, scoring, spoken
 
 from envs import ChatEnv
-from policies import (
-    ChatHistory,
-    History,
-    LLMWrapperBase,
-    LogProbs,
-    Masks,
-    Text,
-    Tokens,
-    TransformersWrapper,
-    vLLMWrapper,
-)
+from policies import ChatHistory, History, LLMWrapperBase, Text, TransformersWrapper, vLLMWrapper
 from policies.padding import rows
-from specification_rows.containers import ATTENTION, S1, generated, scored
+from specification_rows.containers import ATTENTION, KINDS, S1, generated, scored
 from specification_rows.row import close, defaults, raises, refused, warned
-from specification_rows.shared import checkpoint, no_template
+from specification_rows.shared import checkpoint, no_template, plain
 from trainer import LLMCollector
 
 MODES = ("history", "text", "tokens")
@@ -92,9 +82,9 @@ def models_and_tokenizers():
     assert ids(generated().select("tokens", "masks"))["log_probs"] is not None
     yield "arg chat_template_name: chatml_format, qwen"
     system = "<|im_start|>system\nYou are a helpful assistant"
-    texts = [fresh(chat_template_name=name)(prompts())["text"].prompt[0]
-             for name in ("chatml_format", "qwen")]  # fmt: skip
-    assert [text.startswith(system) for text in texts] == [False, True]
+    for name in ("chatml_format", "qwen"):
+        text = fresh(chat_template_name=name)(prompts())["text"].prompt[0]
+        assert text.startswith(system) == (name == "qwen")
     yield "arg chat_template: its Jinja text"
     jinja = "{% for m in messages %}Q{{ m['content'] }}A{% endfor %}"
     assert fresh(chat_template=jinja)(prompts())["text"].prompt[0] == f"Q{CHATS[0][0]['content']}A"
@@ -199,9 +189,7 @@ def generating():
     yield "arg generate: True generates, False scores"
     assert fresh().generate
     out = score()(spoken())
-    for i, real in enumerate(out["masks"].all_attention_mask):
-        want = plain_log_probs(make_policy(), out["tokens"].full[i][real], 1.0)
-        close(out["log_probs"].full[i][real], want)
+    close(out["log_probs"].full, plain(make_policy(), out, ATTENTION))
     yield "arg return_log_probs: None, True, False; scoring needs them"
     for value, there in ((None, True), (True, True), (False, False)):
         policy = fresh(return_log_probs=value)
@@ -272,11 +260,10 @@ def outputs():
         td = prompts()[0] if shape == () else prompts().reshape(*shape)
         assert fresh()(td).batch_size == score()(fresh()(td)).batch_size == shape
     yield "promise: consistent output structure (Text, Tokens, Masks, LogProbs)"
-    kinds = {"text": Text, "tokens": Tokens, "masks": Masks, "log_probs": LogProbs}
     texts = [make_policy().renderer.text(chat) for chat in SPOKEN]
     heard = [score()(spoken()), score(input_mode="text")(spoken("text"))]
     for out in (fresh()(prompts()), *heard):
-        assert {key: type(out.get(key, None)) for key in kinds} == kinds
+        assert {key: type(out.get(key, None)) for key in KINDS} == KINDS
     assert all(out["text"].full == texts for out in heard)
     yield "outputs are exactly out_keys, generating and scoring"
     for mode in MODES:
