@@ -63,12 +63,12 @@ test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
 	$(PIP) -c constraints.txt -e '.[ray]'
 	touch $@
 
-test-others: .venv-others/.ready  ## environments of verifiers and OpenEnv, in a virtual environment of their own
+test-others: .venv-others/.ready  ## environments of verifiers, in a virtual environment of its own
 	OMP_NUM_THREADS=1 .venv-others/bin/python -m pytest -m others tests/test_others.py $(ARGS)
 
 .venv-others/.ready: pyproject.toml constraints.txt
 	test -x .venv-others/bin/python || $(PYTHON) -m venv .venv-others
-	.venv-others/$(PIP_IN) -c constraints.txt -e '.[verifiers,openenv]' pytest hypothesis
+	.venv-others/$(PIP_IN) -c constraints.txt -e '.[verifiers]' pytest hypothesis
 	touch $@
 
 # Nothing from PyPI: the tests speak to Debian's Chromium by pipes.

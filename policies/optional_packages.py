@@ -7,7 +7,6 @@ from typing import Any
 
 EXTRAS = {  # by the name that is imported
     "math_verify": "symbolic=true needs math-verify: pip install -e '.[math]'",
-    "openenv": "env=openenv needs openenv: pip install -e '.[openenv]'",
     "peft": "policy.lora needs peft: pip install -e '.[lora]'",
     "ray": "a shared transform needs Ray: pip install -e '.[ray]'",
     "reasoning_gym": "env=reasoning_gym needs reasoning-gym: pip install -e '.[reasoning]'",
@@ -23,7 +22,6 @@ EXTRAS = {  # by the name that is imported
 ASKING: dict[str, tuple[str, str | None, Any]] = {
     "MathProblems": ("math_verify", "symbolic", True),
     "MATHRewardParser": ("math_verify", "symbolic", False),
-    "OpenEnv": ("openenv", None, None),
     "RayTransform": ("ray", None, None),
     "RayRetrieveKL": ("ray", None, None),
     "RayKLRewardTransform": ("ray", None, None),

@@ -83,12 +83,6 @@ class Picture:
         return [e.text or "" for e in self.root.iter() if e.tag.endswith("title")]
 
     @property
-    def told(self) -> dict[str, list[list[float]]]:
-        """Return the points of each curve that script.js tells the values of."""
-        curves = json.loads(self.root.attrib["data-plot"])["curves"]
-        return {name: points for name, _, _, points in curves if name}
-
-    @property
     def ticks(self) -> list[float]:
         return sorted(float(text) for text in self.texts(text_anchor="end") if text)
 

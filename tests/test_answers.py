@@ -62,10 +62,8 @@ def test_a_number_is_itself_in_every_spelling(number, form):
         ("25%", "25", True),
         ("it is \u22123", "-3", True),
         ("-$5", "-5", True),
-        ("v2 model", "2", False),
         ("1/0", "1", False),
         ("x + 1", "x+1", False),
-        ("1e5", "100,000", True),
         ("1e999999999", "1", False),
         ("", "", False),
     ],
@@ -80,11 +78,9 @@ def test_answers_are_compared_as_numbers(said, right, same):
         (r"\frac{1}{2}", r"\boxed{\dfrac{1}{2}}", True),
         (r"\left( 1, 2 \right)", r"\boxed{(1,2)}", True),
         ("12 cm", r"first \boxed{11}, then \boxed{12}", False),
-        ("", r"\boxed{}", False),
         ("1 1/2", r"\boxed{1\frac12}", False),
         (r"\frac{-3}{6}", r"\boxed{-0.5}", True),
         ("(1,234)", r"\boxed{(1234)}", False),
-        (r"\leftarrow", r"\boxed{\rightarrow}", False),
         ("25%", r"\boxed{25\%}", True),
     ],
 )
@@ -144,12 +140,3 @@ def test_right_answers_without_a_number_are_refused_from_half_of_the_rows_on(tmp
     with pytest.warns(UserWarning, match="1 of 3 .*'dry'"):
         MathWords(rows(path, "4", "dry", "6"))
     MathWords(rows(path, "It is #### dry", "<answer>cold</answer>", "6 apples"))
-
-
-def test_an_answer_that_is_missing_names_its_row(tmp_path):
-    path = tmp_path / "d.jsonl"
-    path.write_text('{"question": "a?", "answer": 2}\n{"question": "b?", "answer": NaN}\n')
-    with pytest.raises(ValueError, match="row 1, answer"):
-        Answers(str(path), eval_dataset=str(path))
-    with pytest.raises(ValueError, match="row 1, answer"):
-        MathWords(rows(path, "#### 1", "x ####"))

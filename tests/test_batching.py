@@ -1,6 +1,5 @@
 """Several threads on one wrapper: whose rows run together, when, and who hears of a failure."""
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,17 +15,13 @@ SOON = 30  # seconds; nothing here takes as long
 
 
 class Recorder:
-    """Double numbers, keep the batches, fail at negative ones; `gate` holds the first batch."""
+    """Double numbers, keep the batches, fail at negative ones."""
 
-    def __init__(self, held: bool = False) -> None:
+    def __init__(self) -> None:
         self.batches: list[list[int]] = []
-        self.gate = threading.Event()
-        if not held:
-            self.gate.set()
 
     def __call__(self, items: list[int]) -> list[int]:
         self.batches.append(items)
-        assert self.gate.wait(SOON)
         if min(items) < 0:
             raise ValueError(f"negative: {items}")
         return [2 * item for item in items]
@@ -55,16 +50,6 @@ def test_rows_of_several_callers_run_together_up_to_the_largest_batch():
     assert run.batches == [[1, 2, 3, 4]]
     assert queue(run, list(range(8))) == list(range(0, 16, 2))
     assert run.batches[1:] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_what_comes_while_the_model_is_busy_is_the_next_batch():
-    run, queue = Recorder(held=True), BatchQueue(max_size=None)
-    futures = together(queue, run, [[0]]) + together(queue, run, [[i] for i in range(1, 6)])
-    until(lambda: len(queue._waiting) == 5)
-    run.gate.set()
-    assert [f.result(SOON) for f in futures] == [[2 * i] for i in range(6)]
-    assert run.batches[0] == [0]
-    assert sorted(run.batches[1]) == [1, 2, 3, 4, 5]
 
 
 def test_too_few_rows_run_when_the_time_is_up():

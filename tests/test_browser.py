@@ -264,35 +264,3 @@ def test_a_running_page_shows_the_next_iteration_at_the_same_place(browser, tmp_
         browser.until("document.querySelector('.tiles')?.textContent.includes('61')")
         browser.until("document.querySelector('details')?.open && Math.abs(scrollY - 700) < 2")
         assert browser.complaints() == []
-
-
-def test_a_crosshair_tells_a_drag_zooms_and_a_button_makes_a_log_axis(browser, pages):
-    browser.open(pages["report"], width=1280)
-    browser.run("scrollTo(0, document.getElementById('curves').offsetTop)")
-    browser.run("plots = document.querySelector('.charts').querySelectorAll('[data-plot]')")
-    left, top, wide = browser.run("(b => [b.x, b.y, b.width])(plots[0].getBoundingClientRect())")
-
-    def mouse(kind: str, share: float) -> None:
-        place = {"x": left + share * wide, "y": top + 90, "clickCount": 1}
-        browser.call("Input.dispatchMouseEvent", type=kind, button="left", **place)
-
-    def ticks(anchor: str) -> list[str]:
-        found = f"plots[1].querySelectorAll('.plot > [text-anchor={anchor}]')"
-        return browser.run(f"[...{found}].map((t) => t.textContent)")
-
-    mouse("mouseMoved", 0.5)
-    (head,) = {*browser.run("[...plots].map((p) => p.querySelector('.cross text')?.textContent)")}
-    i = int(head.removeprefix("iteration "))
-    assert 25 <= i < 35
-    said = browser.run("plots[0].querySelector('.cross').textContent")
-    assert f"task {metrics(i, 1.0)['reward/raw_mean']:.4g}" in said
-    whole = browser.run("plots[1].querySelector('.plot').innerHTML")
-    for kind, share in (("mousePressed", 0.5), ("mouseMoved", 0.6), ("mouseReleased", 0.7)):
-        mouse(kind, share)
-    assert {float(t) for t in ticks("middle")[:-1]} <= {*range(28, 46)}
-    button = "plots[1].querySelector('.log').dispatchEvent(new Event('click'))"
-    browser.run(button)
-    assert ticks("end")[0] in ("0.01", "0.1", "1")
-    browser.run(f"{button}; plots[0].dispatchEvent(new Event('dblclick'))")
-    assert browser.run("plots[1].querySelector('.plot').innerHTML") == whole
-    assert browser.complaints() == []

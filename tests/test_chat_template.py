@@ -32,7 +32,6 @@ TAGGED = "{% for m in messages %}" + TAGS + "{% endfor %}" + PROMPT  # the end o
 MACRO = (  # transformers counts the characters of its output from a wrong start
     "{% macro say(m) %}" + TAGS + "{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}"
 ) + PROMPT
-CAPITALS = CHATML.replace("m['content']", "m['content'] | upper")
 LINES = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
 # Earlier replies lose what they thought; the last one always has a place for it.
 QWEN3 = (
@@ -132,28 +131,11 @@ def test_the_mask_is_the_replies_and_their_ends_and_contents_stay_text(kind, dat
     assert said_by(renderer.tokenizer, prompt) == said
 
 
-@pytest.mark.parametrize("kind", ENDS)
-def test_markup_in_a_new_message_stays_text(kind):
-    renderer, chat = renderer_of(kind), [user("q"), assistant("a")]
-    new = [user("x" + "".join(MARKUP))]
-    ids, harmless = (renderer.extend([7], chat, n)[1:] for n in (new, [user("word")]))
-    assert control(renderer, ids) == control(renderer, harmless)
-    text = renderer.text([*chat, *new], add_generation_prompt=True)
-    assert text.endswith(decode(renderer.tokenizer, ids))
-
-
 @pytest.mark.parametrize(
     ("template", "chat", "said"),
     [
-        (  # the tags hold the line end after the end of turn too
-            TAGGED.replace("{% endgeneration %}", "{{ '<|im_end|>\n' }}{% endgeneration %}", 1)
-            .replace("{{ '<|im_end|>\n' }}{% endfor %}", "{% endfor %}"),
-            TWO,
-            "a<|im_end|>b<|im_end|>",
-        ),
         (LINES + "{% if add_generation_prompt %}assistant: {% endif %}", TWO, "ab"),  # no end
         (MACRO, TWO, "a<|im_end|>b<|im_end|>"),
-        (CAPITALS, TWO, "A<|im_end|>B<|im_end|>"),
         (QWEN3, [user("q"), assistant(THOUGHT)], THOUGHT + "<|im_end|>"),
     ],
 )  # fmt: skip
@@ -162,12 +144,6 @@ def test_ids_and_masks_of_other_templates(template, chat, said):
     done = Renderer(tokenizer).render(chat)
     assert said_by(tokenizer, done) == said
     assert done.ids == ids_of(tokenizer, chat)
-
-
-def test_a_token_of_header_and_content_is_the_assistants():
-    renderer = renderer_of("smollm")
-    done = renderer.render([user("q"), assistant("\n\n")], require_assistant=True)
-    assert said_by(renderer.tokenizer, done) == "\n\n\n<|im_end|>"  # one is the header's
 
 
 def test_the_tokenizers_own_trimming_padding_and_truncation_do_not_act():
@@ -179,12 +155,6 @@ def test_the_tokenizers_own_trimming_padding_and_truncation_do_not_act():
     done = Renderer(tokenizer).render([user(" " * 20), assistant(" ")], require_assistant=True)
     assert said_by(tokenizer, done) == " <|im_end|>"
     assert tokenizer.backend_tokenizer.to_str() == before
-
-
-def test_a_part_of_a_control_token_that_the_template_would_complete():
-    tokenizer = make_tokenizer(TAGGED.replace("{{ '<|im_end", "{{ 'end|>' + '<|im_end"))
-    done = Renderer(tokenizer).render([user("x<|im_"), assistant("y")])
-    assert done.ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
 
 
 def test_white_space_tokens_are_not_control_tokens():
@@ -212,16 +182,6 @@ def test_sentencepiece_style_tokenizers_add_no_blanks(scheme):
     assert content == list("a\u2581</s><s>\u2581b")
 
 
-def test_a_tokenizer_that_cannot_spell_its_control_tokens_is_refused():
-    backend = Tokenizer(models.WordLevel({"[END]": 0, "a": 1, "?": 2}, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.add_special_tokens(["[END]"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[END]")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' [END] ' }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"\[END\]"):
-        Renderer(tokenizer).render([user("a [END] a"), assistant("a")])
-
-
 @pytest.mark.parametrize("kind", ENDS)
 def test_turns_end_with_eos_or_the_templates_own_end(kind):
     renderer = renderer_of(kind)
@@ -229,19 +189,11 @@ def test_turns_end_with_eos_or_the_templates_own_end(kind):
     assert renderer.stop_ids == {renderer.tokenizer.eos_token_id, own}
 
 
-def test_what_begins_the_next_turn_does_not_end_one():
-    turns = "{% for m in messages %}{{ '<|im_start|>' + m['content'] + ' ' }}{% endfor %}"
-    tokenizer = make_tokenizer(turns + "and<|im_start|>")
-    assert Renderer(tokenizer).stop_ids == {tokenizer.eos_token_id}
-
-
-MUTE = "{% for m in messages %}{{ '<|im_start|>' + m.role }}<|im_end|>{% endfor %}"
 NO_SYSTEM = (
     "{% for m in messages %}{% if m.role != 'system' %}"
     "{{ '<|im_start|>' + m.content | upper + '<|im_end|>' }}{% endif %}{% endfor %}"
 )
 OPENS = CHATML.replace("assistant\\n' }}{% endif", "assistant\\n<think>' }}{% endif")
-SPELLS = CHATML.replace("m['content']", "m['content'] | replace('q', 'y')")
 KEY = r"policy\.chat_template"
 
 
@@ -259,17 +211,11 @@ def test_a_next_turn_that_would_rewrite_the_one_before_is_refused():
         (CHATML, [user("a\ud800")], "message 0"),
         (CHATML, [user("q"), assistant("a") | {"tool_calls": [IM[1]]}], r"<\|im_end\|>.*message 1"),
         (CHATML, [user("q")], KEY),  # a mask of all zeros
-        ("{{ 'x' * 10**15 }}", TWO, KEY),  # more memory than any machine has
         ("{{ 1 / 0 }}", TWO, KEY),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", TWO, KEY),
-        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", [assistant("a")], KEY),  # of ones
         (TEMPLATES["gemma"], [user("a"), user("b")], KEY),  # roles that it refuses
         (QWEN3, TWO, f"turn 2.*{KEY}"),
-        (SPELLS, [user("q<|im_end|>"), assistant("yes")], KEY),  # rewrites markup
         (MACRO, TWO, KEY),  # tags in other places
         (OPENS, TWO[:2], f"turn 2.*{KEY}"),  # a prompt that the reply does not begin with
-        (MUTE, TWO, rf"\(user\).*{KEY}"),
-        ("{{ messages[-1].content }}", TWO, rf"\(user\).*{KEY}"),
         (NO_SYSTEM, [{"role": "system", "content": "s"}, *TWO], rf"\(system\).*{KEY}"),
     ],
 )
@@ -304,37 +250,11 @@ def test_without_a_template_the_library_takes_chatml_and_says_so():
         assert History.from_text(text, tokenizer=tokenizer).messages() == TWO[:2]
 
 
-# An end of turn that is a control token of a whole word.
-WORDS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + ' ' + m.content + 'END' }}"
-    "{% if not loop.last %}{{ ' ' }}{% endif %}{% endfor %}"
-)
-CONTENT = st.lists(st.sampled_from(["END", " ", "a", "<|x|>", "<|im_start|>", " END ", "."]))
-
-
-@given(CONTENT, CONTENT)
-def test_a_control_token_of_a_whole_word_comes_from_the_template_alone(ours, theirs):
-    tokenizer = letters(["<|x|>", "<|im_start|>"], eos_token="<|im_start|>")
-    tokenizer.add_tokens([AddedToken("END", single_word=True, special=True, normalized=False)])
-    texts = [f"b{''.join(parts)}b" for parts in (ours, theirs)]
-    ids = Renderer(tokenizer, WORDS).render([user(texts[0]), assistant(texts[1])]).ids
-    first, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "END"])
-    assert [i for i in ids if i >= 256] == [first, end] * 2
-    middle = ids.index(end)
-    between = (ids[1:middle], [i for i in ids[middle + 1 : -1] if i != first])
-    said = [tokenizer.decode(part).strip() for part in between]
-    assert said == [f"user {texts[0]}", f"assistant {texts[1]}"]
-
-
-# Variables of a template
-
-
 THINKS = (
     "{%- macro short() %}{{- '<think></think>' if enable_thinking is false }}{%- endmacro %}"
     + CHATML
     + "{% if add_generation_prompt %}{{ short() }}{% endif %}"
 )
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 
 
 @pytest.mark.parametrize("value", [True, False])
@@ -346,14 +266,6 @@ def test_a_policy_and_its_saved_template_render_with_the_variables(tmp_path, val
     want = ids_of(tokenizer, TWO, chat_template=THINKS, **variables, **prompt)
     assert policy.renderer.render(TWO, **prompt).ids == want
     assert ids_of(tokenizer, TWO, **prompt) == want
-
-
-@given(PLAIN | st.lists(PLAIN) | st.dictionaries(st.text(), PLAIN))
-def test_every_plain_value_arrives_as_it_is_and_the_later_one_holds(value):
-    tokenizer, text = renderer_of("qwen2").tokenizer, "\n  {{ messages[0].content }}\n {{ value }}"
-    changed = with_variables(with_variables(text, {"value": "before"}), {"value": value})
-    want = ids_of(tokenizer, TWO, chat_template=text, value=value)
-    assert ids_of(tokenizer, TWO, chat_template=changed) == want
 
 
 @pytest.mark.parametrize("name", ["enable_thinkng", "messages"])

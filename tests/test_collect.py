@@ -27,7 +27,6 @@ from trainer.metrics import summarize
 from trainer.reference import Reference
 from trainer.runtime import Runtime
 from trainer.sources import Rollouts, picks
-from trainer.transcripts import transcript
 
 
 @pytest.fixture(scope="module")
@@ -101,20 +100,6 @@ def test_rows_are_padded_right_and_those_of_a_policy_with_other_outputs_are_the_
     assert batch["temperature"].tolist() == [1.0] * 4 * G
     ragged = make_policy().get_new_version(pad_output=False, inplace=False, return_log_probs=False)
     assert (batch == collect(prompts(), ChatEnv(Words(), group_size=G), ragged)).all()
-
-
-def test_transcripts_show_the_system_message_where_there_is_one():
-    class Own(Words):
-        def rows(self, split):
-            rows = super().rows(split)
-            rows[0]["messages"].insert(0, {"role": "system", "content": "Own."})
-            return rows
-
-    env = ChatEnv(Own(), group_size=G, system_prompt="Be brief.")
-    batch = collect(start(Own(), 2), env, make_policy())
-    shown = [transcript(batch, i, 1, kind="")["system"] for i in (0, G)]
-    assert shown == ["Own.", "Be brief."]
-    assert "system" not in transcript(rollout(make_policy()), 0, 1, kind="")
 
 
 def test_replies_of_one_token_and_empty_ones_are_whole_trajectories():

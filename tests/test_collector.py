@@ -210,15 +210,6 @@ def test_a_return_of_a_chat_goes_to_all_its_turns():
     assert "advantage" not in rows
 
 
-def test_rewards_of_tokens_are_standardised_over_all_tokens_of_the_group():
-    rows = [chat("a", [0.0])[0] for _ in range(2)]
-    for row, reward in zip(rows, ([[1.0], [2.0]], [[4.0]]), strict=True):
-        row["next", "reward"] = torch.tensor(reward)
-    advantages = [row["advantage"] for row in MCAdvantage(2)(lazy_stack(rows)).unbind(0)]
-    assert [a.shape for a in advantages] == [(2, 1), (1, 1)]
-    assert torch.cat(advantages).flatten().tolist() == standardised([1.0, 2.0, 4.0])
-
-
 def test_a_group_without_a_signal_is_dropped():
     for rewards, kept in ((0.0, 0.0), False), ((1.0, 1.0), False), ((0.0, 1.0), True):
         advantage = MCAdvantage(2, trajectory_return="sum", keep_return_bounds=(0.0, 1.0))
@@ -227,17 +218,11 @@ def test_a_group_without_a_signal_is_dropped():
         assert not advantage.queues
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: MCAdvantage(1), ValueError, "grpo_size"),
-        (lambda: MCAdvantage(2)(chat("a", [0.0], done=False)), RuntimeError, "done"),
-        (lambda: MCAdvantage(2)(chat("a", [0.0]).exclude("query")), TypeError, "prompt_key"),
-    ],
-)
-def test_what_cannot_be_a_group_is_named(make, error, words):
-    with pytest.raises(error, match=words):
-        make()
+def test_what_cannot_be_a_group_is_named():
+    with pytest.raises(RuntimeError, match="done"):
+        MCAdvantage(2)(chat("a", [0.0], done=False))
+    with pytest.raises(TypeError, match="prompt_key"):
+        MCAdvantage(2)(chat("a", [0.0]).exclude("query"))
 
 
 def test_collector_advantage_and_loss_go_together():

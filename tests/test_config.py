@@ -102,7 +102,7 @@ def test_every_experiment_composes_names_code_that_exists_and_is_read_back(name,
     assert read_saved(place) == config
 
 
-@pytest.mark.parametrize("group", [g for g in GROUPS if not g.endswith(("verifiers", "openenv"))])
+@pytest.mark.parametrize("group", [g for g in GROUPS if not g.endswith("verifiers")])
 def test_every_group_file_composes_with_what_it_leaves_to_the_user(group):
     assert compose_checked([group, *GOES_WITH.get(group, [])])
 
@@ -136,7 +136,6 @@ FAULTS = [  # words, and the key that the line names
     (["env.transforms.kl._target_=envs.transforms.RetrieveKL"], r"env\.transforms\.kl\._target_"),
     (["env.rewards.a=3"], r"env\.rewards\.a"),
     (["env.rewards.a._target_=envs.rewards.Jugde"], "Jugde.*Judge"),
-    (added("short")[:-1], r"env\.rewards\.own\.function\._target_.*allow_targets"),
     (added("short", "{}"), r"_partial_.*env\.rewards\.own\.function"),
     (["env=sort_digits", "env.task.num_row=3"], "num_row: .*takes .*num_rows"),
     (["env=sort_digits", "env.dataset=data.jsonl"], r"env\.dataset"),
@@ -147,7 +146,6 @@ FAULTS = [  # words, and the key that the line names
     ([*OWN, "env.task._target_=no_such_file.Task"], "no_such_file.*PYTHONPATH"),
     (["experiment=grpo_own"], r"env\.dataset"),
     (["experiment=rm_tiny", "eval.num_samples=2"], r"eval\.num_samples=0 eval\.greedy=false"),
-    (["mode=evaluate", "experiment=rm_tiny"], "mode=evaluate"),
     (["preflight=true", "mode=chat"], "preflight"),
     (["experiment=grpo_tiny", "output_dir=run"], "run already holds a run"),
     ([SEARCH, "experiment=typo"], r"kl\.ceoff.*experiment/typo\.yaml.*kl\.coeff"),
@@ -194,9 +192,6 @@ def test_resume_changes_the_keys_that_it_may_and_keeps_the_rest(old_run):
     assert config["checkpoint"].pop("every") == 7
     del saved["resume"], saved["trainer"]["num_iterations"], saved["checkpoint"]["every"]
     assert config == saved
-    for word in ("optimizer.lr=1", "seed=1", "policy.model=tiny", "env=facts"):
-        with pytest.raises(ValueError, match=re.escape(word.partition("=")[0])):
-            asked([f"resume={old_run}", word])
 
 
 def test_resume_last_takes_the_newest_run_and_a_mode_the_newest_with_weights(old_run):
@@ -220,8 +215,6 @@ def test_resume_of_a_finished_run_has_nothing_left_unless_more_is_asked_for(old_
         asked([resume])
     (old_run / "checkpoints" / "iteration_000080").mkdir(parents=True)
     assert nothing_left(asked([resume, "trainer.num_iterations=81"])) is None
-    with pytest.raises(ValueError, match=r"trainer\.num_iterations"):
-        asked([resume, "trainer.num_iterations=5"])
 
 
 def test_a_sweep_checks_all_jobs_first_and_is_refused_in_one_line(place):

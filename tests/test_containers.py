@@ -124,25 +124,6 @@ def test_padded_tokens_are_read_by_their_mask(tokenizer):
         out["tokens"].to_text(tokenizer)
 
 
-def test_other_templates_batches_and_renderers(tokenizer):
-    one = chats()[0].to_text(tokenizer, chat_template_name="falcon")
-    assert one.full == "User: Hi\n\nAssistant: Yo\n\n"
-    assert one.response == " Yo\n\n"
-    assert one.to_history(None, "falcon").response.messages() == [REPLY]
-    deep, renderer = lazy_stack([chats(), chats()]), Renderer(tokenizer)
-    assert deep.to_text(renderer).full == [chats().to_text(renderer).full] * 2
-    wrong = ChatHistory(prompt=chats().prompt, full=chats().response, batch_size=[2])
-    with pytest.raises(ValueError, match="prompt"):
-        wrong.to_tokens(tokenizer)
-
-
-def test_chats_made_one_by_one_without_a_batch_size_are_read(tokenizer):
-    texts = chats("prompt").to_text(tokenizer).prompt
-    for of, want in ((lambda chat: chat, texts), (lambda chat: [chat], [[t] for t in texts])):
-        made = [ChatHistory(prompt=History.from_chats(of(prompt))) for prompt, _ in CHATS]
-        assert lazy_stack(made).to_text(tokenizer).prompt == want
-
-
 # Specs.
 
 
@@ -157,14 +138,6 @@ def test_default_specs_fit_what_a_wrapper_writes(form, generate):
     for name, kind in {**kinds, "text": Text, "history": ChatHistory}.items():
         for batch in (tuple(out.batch_size), (-1,) * out.ndim):
             assert kind.default_spec(batch).explain(out.get(name)) == ""
-
-
-def test_examples_have_the_dtype_of_real_data():
-    """TorchRL's are float32, whatever the data are."""
-    for cls, dtype in ((Tokens, torch.int64), (LogProbs, torch.float32), (Masks, torch.bool)):
-        for example in (cls.default_spec((3,)).zero(), cls.default_spec((3,)).rand()):
-            fields = [v for v in example.values() if isinstance(v, torch.Tensor)]
-            assert {(v.dtype, v.shape) for v in fields} == {(dtype, torch.Size([3, 1]))}
 
 
 @pytest.mark.parametrize(
@@ -187,13 +160,6 @@ def test_what_does_not_fit_is_named(change, place):
     assert spec.explain(good) == ""
     ((key, value),) = change.items()
     assert spec.explain(good.set(key, value)).startswith(place)
-
-
-def test_ragged_rows_are_checked_row_by_row():
-    spec = Composite({"a": Unbounded((2, -1))}, shape=(2,))
-    assert not spec.explain(lazy_stack([TensorDict(a=torch.zeros(n)) for n in (1, 4)]))
-    rows = lazy_stack([TensorDict(a=torch.zeros(1)), TensorDict(a=torch.zeros(4, 1))])
-    assert spec.explain(rows).startswith("a: ")
 
 
 # History.
@@ -241,18 +207,6 @@ def test_a_batch_is_ragged_and_keeps_which_replies_were_cut():
 def test_malformed_chats_are_refused(chats):
     with pytest.raises(ValueError, match="expected"):
         History.from_chats(chats)
-
-
-def test_dimensions_must_fit():
-    one, both = History(**ASK, batch_size=[]), History.from_chats([SHORT, LONG])
-    for grow, more, options in (
-        (one.append, one, {}),
-        (both.append, both, {}),
-        (both.extend, History.from_chats(LONG), {}),
-        (both.extend, both, {"dim": 2}),
-    ):
-        with pytest.raises((RuntimeError, ValueError), match=r"expected|zip"):
-            grow(more, **options)
 
 
 def test_stacked_messages_are_rendered_as_text_and_padding_ones_are_not(chatml):

@@ -95,13 +95,11 @@ CHAT = {"messages": [SYSTEM, USER, SAID], "question": "q", "answer": "a"}
     [
         ({"problem": "p", "answer": "a"}, {"question": "problem"}, "p", "a"),
         (CHAT, {}, [SYSTEM, USER], "a"),
-        ({"chat": CHAT["messages"]}, {"messages": "chat"}, [SYSTEM, USER], "a"),
         (TRL, {}, "1?", "1!"),
         ({"prompt": [USER], "chosen": [SAID]}, {}, [USER], "a"),
         ({"prompt": [SYSTEM, USER, SAID, USER], "completion": "Ho"}, {},
          [SYSTEM, USER, SAID, USER], "Ho"),
         ({"prompt": [USER], "completion": [SAID, TOOL, SAID]}, {}, [USER, SAID, TOOL], "a"),
-        ({"question": "q", "answer": 2.5}, {}, "q", "2.5"),
     ],
 )  # fmt: skip
 def test_prompt_and_answer_are_found_in_the_columns(tmp_path, cells, columns, messages, answer):

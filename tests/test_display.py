@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import subprocess
 import sys
 import time
 
@@ -11,8 +10,7 @@ import pytest
 from pages import write_lines, write_status
 from rich.console import Console, Group
 
-from trainer.reports.display import STOPPING, Display, show_run
-from trainer.runtime import Runtime
+from trainer.reports.display import STOPPING, Display
 
 
 @pytest.fixture
@@ -73,15 +71,6 @@ def test_a_log_file_gets_one_plain_line_per_iteration_with_the_time_left(tmp_pat
     assert file.getvalue().splitlines()[-1].endswith(f"mode=chat resume={folder}")
 
 
-def test_a_long_run_leaves_a_hundred_lines_in_a_log_and_every_evaluation():
-    display = begun(300, title="sft", file=(file := io.StringIO()))
-    for i in range(1, 301):
-        display.log({"loss/total": 2.5} | ({"eval/sampled_accuracy": 0.5} if i == 100 else {}), i)
-    lines = file.getvalue().splitlines()[1:]
-    assert len(lines) == 101
-    assert sum("accuracy" in line for line in lines) == 1
-
-
 def test_replies_are_shown_now_and_then_and_cannot_draw_on_the_terminal():
     row = {"prompt": "[bold]hi[/bold]", "response": "a\x1b[31m\nb\ud800" + "x" * 300, "reward": 1.0}
     display = Display(80, file=(file := io.StringIO()), show_every=5)
@@ -125,26 +114,6 @@ def test_a_stop_is_answered_at_once(terminal, capfd, monkeypatch):
     assert STOPPING in capfd.readouterr().err
 
 
-GONE = """
-import sys
-from trainer.reports.display import Display
-display = Display(3, title="demo")
-display.begin()
-sys.stdin.read()  # until the pipe is closed
-display.log({"reward/mean": 0.5}, 1)
-print("done", file=sys.stderr)
-"""
-
-
-def test_a_reader_that_goes_away_ends_the_display_and_not_the_run():
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", GONE]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        process.stdout.close()
-        _, errors = process.communicate("")
-    assert (process.returncode, errors) == (0, "done\n")
-
-
 def test_a_breakpoint_has_the_terminal_to_itself(terminal, monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "breakpointhook", lambda: seen.append(sys._getframe(1).f_code.co_name))
@@ -155,13 +124,3 @@ def test_a_breakpoint_has_the_terminal_to_itself(terminal, monkeypatch):
     assert sys.breakpointhook is usual
     display.log({"reward/mean": 0.5, "time/iteration_s": 1.0}, 1)
     assert "iteration 1/3  reward 0.500" in plain(terminal.getvalue())
-
-
-def test_a_run_begins_with_its_experiment_and_model_and_that_it_has_one_rank(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    (tmp_path / "config.yaml").write_text("{experiment: grpo_tiny, policy: {model: org/name}}")
-    with Runtime(tmp_path) as runtime:
-        write_status(tmp_path, model={"origin": "cache", "sha256": "0123456"})
-        shown = show_run(runtime, 5)
-    assert (shown.title, shown.header["model"]) == ("grpo_tiny", "org/name (cache, sha256 0123456)")
-    assert "launch.num_processes=2" in shown.header["ranks"]

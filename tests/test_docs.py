@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 import warnings
-from base64 import b64decode
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -24,17 +23,15 @@ from conf import schema
 from conf.build import make_task
 from conf.cli import expand
 from conf.compose import compose, compose_checked
-from conf.hints import other_names
 from envs.tasks import Reply
 from policies.load import load_policy
-from trainer.reports.report import run_svg
 
 DOCS = ROOT / "docs"
 TRL = "docs/coming_from_trl.md"
 PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS", "SECURITY")]
 PAGES += sorted(DOCS.glob("*.md"))
 TEXT = "\n".join(page.read_text() for page in PAGES).replace("\\\n", " ")
-ELSEWHERE = {"env=verifiers", "env=openenv", "env=brief"}  # need a package, or a file of the page
+ELSEWHERE = {"env=verifiers", "env=brief"}  # need a package, or a file of the page
 OPEN = ("env.task.", "env.rewards.", "env.transforms.", "policy.chat_template_kwargs.")
 RUN = "outputs/grpo_tiny/2026-01-01_00-00-00"
 
@@ -185,17 +182,6 @@ def test_keys_and_files_that_a_page_names_exist(page):
         assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
-def test_what_names_of_other_libraries_stand_for_exists():
-    files = [library[file] for library in other_names().values() for file in {*library} - {"page"}]
-    for name, means in (item for file in files for item in file.items()):
-        words = [*means.values()] if isinstance(means, dict) else [means.split(" = ")[0]]
-        for word in " ".join(w.partition(";")[0] for w in words if w).split():
-            key = word.partition("=")[0]
-            if re.fullmatch(r"[a-z_.]+", key):  # else of a node within the value
-                python = hasattr(trainer, key.partition(".")[2])
-                assert key in known_keys() or (ROOT / "conf" / key).is_dir() or python, name
-
-
 @pytest.mark.runs
 def test_the_script_by_hand_learns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -254,15 +240,7 @@ def test_debug_page_has_parts_that_train(place):
     assert "traceEvents" in json.loads((place / "trace.json").read_text())
 
 
-def picture(notebook) -> str:
-    """Return the one picture of a notebook's cells, as text."""
-    outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
-    shown = [str(out.get("data", {}).get("text/html", "")) for out in outputs]
-    (found,) = [html for html in shown if "<img" in html]
-    return b64decode(re.findall(r"base64,([^\"]+)", found)[0]).decode()
-
-
-def test_the_notebook_runs_and_has_the_picture_of_its_run(tmp_path, monkeypatch, small_run):
+def test_the_notebook_runs(tmp_path, monkeypatch, small_run):
     """In a real kernel."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with warnings.catch_warnings():
@@ -271,7 +249,6 @@ def test_the_notebook_runs_and_has_the_picture_of_its_run(tmp_path, monkeypatch,
         from nbclient import NotebookClient
 
         notebook = nbformat.read(DOCS / "notebook.ipynb", 4)
-        assert "<svg" in picture(notebook), "it is kept with its picture"
         assert not re.search(r"/tmp/|/root/|/home/", str(notebook))
         for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
             cell.outputs = []
@@ -281,4 +258,3 @@ def test_the_notebook_runs_and_has_the_picture_of_its_run(tmp_path, monkeypatch,
         NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
     (run,) = Path(tmp_path, "outputs", "grpo_own").iterdir()
     assert [row["progress/iteration"] for row in lines(run / "metrics.jsonl")] == [0, 1, 2, 3]
-    assert picture(notebook) == run_svg(run)

@@ -93,22 +93,6 @@ def test_a_run_with_an_engine_is_the_run_without_one_and_resumes(tmp_path):
     assert all(row["sync/probe"] == 0 < row["sync/probe_before"] for row in rows[1:])
 
 
-@pytest.mark.runs
-def test_a_run_whose_engine_is_stale_stops_and_says_so(tmp_path):
-    with pytest.raises(RuntimeError, match="stale"):
-        train(tmp_path / "run", engine=lambda policy: beside(policy, Stale))
-    assert [row["progress/iteration"] for row in lines(tmp_path / "run" / "metrics.jsonl")] == [0]
-    train(tmp_path / "cut", Counted(IN_ITERATION_2, stop))
-
-    def deaf(policy):  # after a resume it would sample with the weights of the start
-        engine = beside(policy, Stale)
-        engine.taken = 1
-        return engine
-
-    with pytest.raises(RuntimeError, match="stale"):
-        train(tmp_path / "cut", engine=deaf, resume=True)
-
-
 def verbs(*words: str) -> list:
     """Return the verbs after a rollout that words compose."""
     cfg = OmegaConf.create(compose_checked(["experiment=grpo_tiny", *words]))

@@ -3,17 +3,16 @@
 import errno
 import logging
 import os
-import shutil
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
-from trainer.runs.failures import LESS_MEMORY, TRACEBACKS, complain, headline, last_words, say
+from trainer.runs.failures import LESS_MEMORY, complain, headline, last_words, say
 from trainer.runs.launch import kill_reason
 from trainer.runs.run_files import read_status
 from trainer.runs.run_log import FILE as LOG
-from trainer.runs.run_log import VERBOSE, run_log
+from trainer.runs.run_log import run_log
 
 GLOO = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. Check"
 CUDA = "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 139.80 GiB"
@@ -92,29 +91,3 @@ def test_run_log_has_what_was_logged_and_told_without_secrets(tmp_path, capsys, 
     assert (said.out, said.err) == ("a line\n", "error: a fault\n")
     lines = [line.split(" ", 2)[2] for line in (tmp_path / LOG).read_text().splitlines()]
     assert lines == ["INFO mine: sent <hidden>", "INFO leash: a line", "INFO leash: error: a fault"]
-
-
-def test_lines_go_on_where_the_log_cannot_be_written(tmp_path, capsys):
-    with run_log(tmp_path):
-        shutil.rmtree(tmp_path)
-        say("1")
-    with run_log(tmp_path):  # of a folder that is not there
-        say("2")
-    tmp_path.mkdir()
-    (tmp_path / LOG).symlink_to("/dev/full")
-    with run_log(tmp_path):
-        say("3")
-    assert capsys.readouterr().out == "1\n2\n3\n"
-
-
-@pytest.mark.parametrize("name", [TRACEBACKS, VERBOSE])
-def test_tracebacks_are_printed_where_they_are_asked_for(name, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("LEASH_PARENT", "1")  # which tells the line
-    for asked in (False, True):
-        monkeypatch.setenv(name, "1") if asked else monkeypatch.delenv(name, raising=False)
-        try:
-            raise KeyError("deep")
-        except KeyError as error:
-            last_words(tmp_path, error)
-            complain("a fault")
-        assert capsys.readouterr().err.count("in test_tracebacks") == 2 * asked

@@ -1,10 +1,8 @@
 """The KL transforms beyond their page's statements (specification_rows): sums by hand, plain
 forwards, every form in which a td holds its rows, and what is refused where there is no Ray."""
 
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +26,6 @@ from envs.transforms.ragged import get_values
 from policies import ChatHistory, History
 
 IDS, KL = ("tokens", "full"), "kl_penalty"
-RAGGED = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 
 # KLComputation, on log-probs of two rows: five tokens, and three behind padding.
 
@@ -72,34 +69,15 @@ def test_one_reward_per_row_is_paid_at_the_last_kept_token(shape, one, mask, las
     torch.testing.assert_close(task, want)
 
 
-def as_form(rows: list[dict], holder: str) -> TensorDict:
-    """Return rows of other lengths as a lazy stack of tds, or as nested tensors of a layout."""
-    if holder == "tds":
-        return lazy_stack([TensorDict(row) for row in rows])
-    td, layout = TensorDict(batch_size=[len(rows)]), getattr(torch, holder)
-    for key in rows[0]:
-        values = [row[key] for row in rows]
-        alike = all(v.shape == (1,) for v in values)  # rewards of rows
-        stacked = torch.stack if alike else partial(torch.nested.as_nested_tensor, layout=layout)
-        td.set(key, stacked(values))
-    return td
-
-
-@RAGGED
-@given(
-    st.lists(st.integers(2, 5), min_size=2, max_size=3),
-    st.sampled_from(["tds", "strided", "jagged"]),
-    st.sampled_from(["left", "right"]),
-    st.booleans(),
-)
-def test_rows_of_other_lengths_are_charged_as_each_alone(lengths, holder, side, per_token):
+@given(st.lists(st.integers(2, 5), min_size=2, max_size=3), st.booleans())
+def test_rows_of_other_lengths_are_charged_as_each_alone(lengths, per_token):
     rows = []
     for n in lengths:
         one, two = torch.randn(2, n, generator=DRAW).double()
         reward = torch.randn(*((n, 1) if per_token else (1,)), generator=DRAW).double()
         mask = torch.rand(n, generator=DRAW) < 0.5
         rows.append({FULL: one, REF: two, RESPONSE: mask, "reward": reward})
-    out = KLComputation(coeff=0.3, padding_side=side)(as_form(rows, holder))
+    out = KLComputation(coeff=0.3)(lazy_stack([TensorDict(row) for row in rows]))
     for i, row in enumerate(rows):
         alone = KLComputation(coeff=0.3)(TensorDict({k: v[None] for k, v in row.items()}, [1]))
         for key in (KL, "reward"):
@@ -130,21 +108,11 @@ def chats(*, padded: bool) -> TensorDict:
     return version(TensorDict(history=history, batch_size=[2]))
 
 
-def nested(layout: str) -> TensorDict:
-    td, keys = chats(padded=False), (IDS, FULL, ATTENTION, ASSISTANT, RESPONSE)
-    columns = [get_values(key, td) for key in keys]
-    return as_form(
-        [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)], layout
-    )
-
-
 FORMS = {
     "dense": lambda: chats(padded=True),
     "lazy stack of padded rows": lambda: chats(padded=True).to_lazystack(0),
     "lazy stack": lambda: lazy_stack(list(chats(padded=False).unbind(0))),
     "lazy containers": lambda: chats(padded=False),
-    "strided": lambda: nested("strided"),
-    "jagged": lambda: nested("jagged"),
 }
 
 
@@ -157,7 +125,6 @@ def real_rows(td: TensorDict, key) -> list[Tensor]:
 near = partial(torch.testing.assert_close, atol=1e-4, rtol=0, check_dtype=False)
 
 
-@RAGGED
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("only", [True, False])
@@ -172,8 +139,6 @@ def test_a_rollout_is_scored_as_its_ids_lie(form, padded, only):
         keep = marks if only else torch.ones_like(marks)
         near(scored, plain * keep)
         near(kl, (before - plain) * sampled)
-    if form in ("strided", "jagged"):
-        assert {out[KL].layout, out[REF].layout} == {getattr(torch, form)}
     if form == "dense":
         assert out[KL].shape == out[IDS].shape
 
@@ -186,9 +151,6 @@ def test_without_an_assistant_mask_the_sampled_tokens_are_the_assistants():
         near(out[REF][i][real], plain_log_probs(ref(), td[IDS][i][real], 1.0) * keep[real])
 
 
-# In a run, and where there is no Ray.
-
-
 @pytest.mark.parametrize("name", ["RetrieveKL", "KLRewardTransform"])
 @pytest.mark.parametrize("inside", ["", ".tools.inside"])
 def test_a_run_refuses_a_kl_transform_and_names_its_keys(name, inside):
@@ -198,29 +160,7 @@ def test_a_run_refuses_a_kl_transform_and_names_its_keys(name, inside):
         compose_checked(["experiment=grpo_tiny", *outer, target])
 
 
-USE = """import sys
-from envs.transforms import KLComputation, RetrieveKL
-KLComputation()
-sys.exit([name for name in sys.modules if name.startswith(("ray", "envs.transforms.ray"))] or 0)"""
-
-
-@pytest.mark.runs
-def test_a_use_without_ray_imports_nothing_of_it():
-    subprocess.run([sys.executable, "-c", USE], cwd=Path(__file__).parents[1], check=True)
-
-
-Own = type("Own", (RetrieveKL,), {})
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (partial(RetrieveKL, use_ray_service=True), ValueError, "'ref_model'"),
-        (partial(Own, use_ray_service=True), TypeError, r"RayTransform\(Own\)"),
-        (partial(RayTransform, Own), ImportError, r"\.\[ray\]"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused(make, error, words, monkeypatch):
+def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(error, match=words):
-        make()
+    with pytest.raises(ImportError, match=r"\.\[ray\]"):
+        RayTransform(RetrieveKL)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from processes import gone
-from runs import ROOT, environment
+from runs import ROOT
 
 from conf.cli import expand
 from conf.compose import compose_checked, compose_experiment
@@ -275,25 +275,6 @@ def test_a_warm_up_runs_once_for_each_configuration_and_code_of_its_task(tmp_pat
     before = cache_folder("warm", config(1))
     (tmp_path / "base_of_mine.py").write_text("class Base: hard = True\n")
     assert cache_folder("warm", config(1)) != before
-
-
-@pytest.mark.runs
-def test_pdb_sees_a_run_in_its_own_process(tmp_path):
-    """With commands from a pipe, and a reward that lies beside the command."""
-    code = "stop, paid = [breakpoint], 0.5\ndef reward(row, reply):\n    while stop:\n        "
-    (tmp_path / "own.py").write_text(f"{code}stop.pop()()\n    return paid\n")
-    (tmp_path / "yaml.py").write_text("raise ImportError('in front of the packages')\n")
-    node = "{_target_: envs.rewards.Function, function: {_target_: own.reward, _partial_: true}}"
-    words = ["experiment=grpo_tiny", "policy.model=tiny", "allow_targets=true", "output_dir=run"]
-    words += ["trainer.num_iterations=1", "eval.max_rows=4", f"+env.rewards.own={node}"]
-    said = subprocess.run(
-        [sys.executable, "-m", "pdb", str(ROOT / "train.py"), *words, "launch.in_process=true"],
-        input="c\np paid, '--worker' in __import__('sys').argv\nc\nq\n",
-        **{"cwd": tmp_path, "env": environment(), "capture_output": True, "text": True},
-    )
-    assert "(0.5, False)" in said.stdout, said
-    assert read_status(tmp_path / "run")["state"] == "finished"
-    assert " INFO leash: iteration 1/1 " in (tmp_path / "run" / "run.log").read_text()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

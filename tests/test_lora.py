@@ -223,9 +223,6 @@ def test_without_peft_the_extra_is_named(monkeypatch):
         load_policy("tiny", lora={"r": 4})
 
 
-# Through the command line
-
-
 # A model of its own as the reference.
 
 

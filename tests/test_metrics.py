@@ -15,7 +15,7 @@ from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
 from trainer.reference import Reference
 from trainer.runtime import Runtime
-from trainer.transcripts import token_columns, token_texts, transcript, transcripts
+from trainer.transcripts import transcript, transcripts
 
 MASK = torch.tensor(
     [[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
@@ -127,22 +127,6 @@ def test_the_best_the_median_and_the_worst_reply_are_kept_token_by_token():
         "kl": [0.5, None],
         "advantage": [5.0, None],
     }
-
-
-def test_pieces_are_cut_and_join_to_the_text_of_the_row(monkeypatch):
-    tokenizer = make_policy().tokenizer
-    text = "na\u00efve \u20ac \U0001f600 end"  # characters of two, three and four bytes
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    parts = token_texts(ids, tokenizer)
-    assert len(parts) == len(ids)
-    assert "".join(parts) == text
-    assert not any("\ufffd" in part for part in parts)
-    monkeypatch.setattr("trainer.transcripts.MOST", 3)
-    mask = torch.ones(1, len(ids), dtype=torch.bool)
-    td = TensorDict({"tokens": {"full": torch.tensor([ids])}}, [1])
-    td["masks"] = {"all_attention_mask": mask, "all_response_mask": mask}
-    short = token_columns(td, 0, tokenizer)
-    assert (len(short["text"]), short["left_out"]) == (3, len(ids) - 3)
 
 
 # Evaluation.

@@ -1,19 +1,13 @@
-"""Environments of the real verifiers and OpenEnv (make test-others), checked by hand."""
+"""Environments of the real verifiers (make test-others), checked by hand."""
 
-import random
 import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
-from contextlib import suppress
 
 import pytest
 from refusals import refusal
-from runs import metrics, train_here
+from runs import train_here
 
-from envs.tasks import OpenEnv, Reply, Verifiers
+from envs.tasks import Reply, Verifiers
 from envs.tasks.task import assistant, user
 
 pytestmark = [pytest.mark.others, pytest.mark.filterwarnings("default")]  # their warnings
@@ -61,33 +55,6 @@ def load_environment(kind="single", second="short"):
         return vf.ToolEnv(tools=[add], max_turns=2, **given)
     return vf.SingleTurnEnv(**given)
 '''
-SERVER = """
-import random, sys
-import uvicorn
-from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
-
-class Guess(Action):
-    word: str
-
-class Seen(Observation):
-    text: str = ""
-
-class Words(Environment):
-    SUPPORTS_CONCURRENT_SESSIONS = True
-    state = State()
-
-    def reset(self, seed=None, episode_id=None, **_):
-        self.digit = random.Random(seed).randrange(10)
-        return Seen(text=f"Game {seed}: a digit?")
-
-    def step(self, action, timeout_s=None, **_):
-        if action.word == str(self.digit):
-            return Seen(text="yes", reward=1.0, done=True)
-        return Seen(text="> " if action.word < str(self.digit) else "< ", reward=0.25)
-
-app = create_fastapi_app(Words, Guess, Seen, max_concurrent_envs=32)
-uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
-"""
 
 
 @pytest.fixture
@@ -97,24 +64,6 @@ def shop(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield "shop_env"
     sys.modules.pop("shop_env", None)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """Start the server of a game on a free port and return its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = tmp_path_factory.mktemp("server") / "server.py"
-    script.write_text(SERVER)
-    with subprocess.Popen([sys.executable, str(script), str(port)]) as process:
-        for _ in range(1200):
-            with suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
-                break
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-        process.kill()
 
 
 def play(task, row: dict, *texts: str) -> tuple[list, list[str]]:
@@ -130,7 +79,7 @@ def play(task, row: dict, *texts: str) -> tuple[list, list[str]]:
 
 
 def test_verifiers_give_rows_and_the_rewards_of_the_rubric(shop):
-    words = ["experiment=grpo_tiny", "env=verifiers", f"env.task={shop}"]
+    words = ["experiment=grpo_tiny", "env=verifiers", f"env.task.name={shop}"]
     assert "allow_targets=true" in refusal(*words)
     assert shop not in sys.modules, "imported on the user's word alone"
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -178,7 +127,7 @@ def test_a_chat_goes_on_until_verifiers_or_max_turns_end_it(shop, kind, most, te
 
 
 def test_a_run_in_verifiers_learns_from_the_rubrics_own_rewards(shop, tmp_path):
-    words = ["env=verifiers", f"env.task={shop}", "env.task.arguments.kind=again"]
+    words = ["env=verifiers", f"env.task.name={shop}", "env.task.arguments.kind=again"]
     found = train_here(tmp_path / "run", *TINY, *words, "trainer.num_iterations=2")
     found = [line for line in found if "reward/raw_mean" in line]
     assert len(found) == 2
@@ -186,39 +135,3 @@ def test_a_run_in_verifiers_learns_from_the_rubrics_own_rewards(shop, tmp_path):
         total = line["reward_part/exact"] + 0.5 * line["reward_part/short"]
         assert line["reward/raw_mean"] == pytest.approx(total, abs=1e-6)
         assert line["reward/errors"] == 0
-
-
-def test_games_of_a_server_are_played_by_their_rules(server):
-    task = OpenEnv(server, observation="text", action="word", at_once=1)
-    rows = task.rows("train")[:2]
-    assert rows[1]["messages"] == [user("Game 1: a digit?")]
-    assert task.rows("eval")[0]["messages"] == [user(f"Game {1 << 30}: a digit?")]
-    digits = [random.Random(seed).randrange(10) for seed in range(2)]  # 6 and 2
-    chats = [list(row["messages"]) for row in rows]
-    for step, heard, total in ((-1, "> ", 0.25), (1, "< ", 0.25), (0, None, 1.0)):
-        for chat, digit in zip(chats, digits, strict=True):
-            chat.append(assistant(str(digit + step)))
-        replies = [Reply(chat[-1]["content"], True, list(chat)) for chat in chats]
-        rewards = task.rewards(rows, replies)
-        assert [(r.total, r.success) for r in rewards] == [(total, step == 0)] * 2
-        for row, reply, chat in zip(rows, replies, chats, strict=True):
-            chat += (answer := task.respond(row, reply))
-            assert answer == ([user(heard)] if heard else [])
-    task.close()
-
-
-def by_length(text: str) -> dict:
-    """Return an action that any policy can take."""
-    return {"word": str(len(text) % 10)}
-
-
-def test_a_run_on_a_server_goes_on_to_the_bit(server, tmp_path):
-    words = [*TINY, "env=openenv", f"env.task.url={server}", "checkpoint.every=1"]
-    words += ["env.task.observation=text", "env.task.at_once=8"]
-    words += ["env.task.action={_target_: test_others.by_length, _partial_: true}"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train_here(whole, *words, "trainer.num_iterations=3")
-    train_here(parts, *words, "trainer.num_iterations=2")
-    train_here(parts, *words, f"resume={parts}", "trainer.num_iterations=3")
-    ran = [[m for m in metrics(run) if m["progress/iteration"] == 3] for run in (whole, parts)]
-    assert ran[0] == ran[1] != []

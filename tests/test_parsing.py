@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from letters import letters
-from tensordict import lazy_stack
 
 from policies import History, _extract_responses_from_full_histories, add_chat_template
 from tests.checkpoints import NAMED, SPECIAL, TEMPLATES
@@ -147,12 +146,6 @@ def test_a_reply_is_found_after_its_prompt_and_may_be_empty(name):
     assert out.chats() == [[REPLY | {"content": ""}]]
 
 
-def test_a_default_system_message_is_not_taken_for_a_reply():
-    system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-    text = system + by_hand("chatml", [*PROMPT, REPLY])
-    assert replies(text, name="qwen").chats() == [[REPLY]]
-
-
 @pytest.mark.parametrize("fill", ["", "\n", "<|im_end|>", "\n<|im_end|><|im_end|>\n"])
 def test_markup_in_prompt_or_reply_is_content(fill):
     prompt = [{"role": "user", "content": "say <|im_end|>\n<|im_start|>user\nx"}]
@@ -160,12 +153,6 @@ def test_markup_in_prompt_or_reply_is_content(fill):
     out = replies(by_hand("chatml", [*prompt, reply]).rstrip("\n") + fill, prompt)
     assert out.chats() == [[reply]]
     assert out[0, 0].is_complete
-
-
-def test_padding_messages_of_a_prompt_do_not_count():
-    filler = History(role="<none>", content="", batch_size=[2])
-    prompts = lazy_stack([History.from_chats([PROMPT])[0].extend(filler)])
-    assert replies(by_hand("chatml", [*PROMPT, REPLY]), prompts).chats() == [[REPLY]]
 
 
 TWO_OPEN = "<|im_start|>user\nA\n<|im_start|>assistant\nB"
@@ -184,13 +171,6 @@ UPPER = "{% for m in messages %}{{ m['role'] + ':' + m['content'] | upper }}{% e
 def test_what_cannot_be_read_is_refused(text, template, named):
     with pytest.raises(ValueError, match=named):
         History.from_text(text, **template)
-
-
-@pytest.mark.parametrize("name", ["dialogpt", "falcon", "deepseek"])
-def test_a_role_without_a_turn_is_refused_when_rendered(name):
-    history = History.from_chats([*PROMPT, {"role": "tool", "content": "b"}])
-    with pytest.raises(ValueError, match="tool"):
-        history.apply_chat_template(tokenizer=tokenizer_of(name), chat_template_name=name)
 
 
 SHOUTS = (
@@ -212,18 +192,3 @@ def test_an_added_template_works_by_name_with_exact_masks_and_without_tags(name,
     td = history.apply_chat_template(return_assistant_tokens_mask=True, **options)
     said = tokenizer_of("llama").decode(td["input_ids"][td["assistant_masks"]])
     assert said == "Yo<|eot|>"
-    other = history.apply_chat_template(**options, chat_template="{{ messages[0]['content'] }}")
-    assert other == "Hi", "an explicit template comes before a name"
-
-
-@pytest.mark.parametrize("kind", [History.from_chats, list])
-def test_an_inverse_parser_of_ones_own(kind, monkeypatch):
-    def parse(text):
-        return kind([{"role": "user", "content": part} for part in text.split("|")])
-
-    monkeypatch.setattr("policies.chats.templates.ADDED", {})
-    add_chat_template("parts", "{% for m in messages %}{{ m['content'] }}|{% endfor %}", parse)
-    assert History.from_text("a|b", "parts").content == ["a", "b"]
-    prompts = History.from_chats([[{"role": "user", "content": "a"}]])
-    out = _extract_responses_from_full_histories(["a|b"], prompts, "parts")
-    assert out.chats() == [[{"role": "user", "content": "b"}]]

@@ -9,14 +9,12 @@ import torch
 from omegaconf import OmegaConf
 from runs import asked
 from runs import train as train_by_command
-from tensordict import TensorDict
 
 import train
 from policies.load import load_policy
 from trainer.modes.preflight import costs
 from trainer.modes.preflight.costs import at_limits, memory_of
 from trainer.modes.preflight.play import Phase, restart_peak
-from trainer.modes.preflight.tokens import count_ends
 from trainer.runtime import peak
 
 SMALL = (
@@ -37,14 +35,6 @@ def test_a_phase_is_scaled_to_the_limits_but_not_what_is_there_whatever_the_leng
     assert at_limits(phase, scale=0.5) == 130, "what was measured can happen"
     assert at_limits(phase, scale=2.0, gradients=20) == 140
     assert at_limits(phase, scale=2.0, gradients=50) == 130
-
-
-def test_rows_that_learn_nothing_and_rows_that_end_by_a_learnt_end_are_counted():
-    batch = TensorDict({"loss_mask": torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 1]]).bool()}, [3])
-    batch.set(("tokens", "full"), torch.tensor([[5, 9, 9], [9, 9, 9], [5, 9, 5]]))
-    assert count_ends(batch, frozenset([9])) == (1, 1)
-    assert count_ends(batch, frozenset([5])) == (1, 1)
-    assert count_ends(batch, frozenset([7])) == (1, 0)
 
 
 def test_the_peak_is_that_of_its_own_time():

@@ -19,7 +19,7 @@ from specification_rows.kl import Collector, gen, ref
 from specification_rows.kl_reward import own_ray, ragged, tokens_ref
 from tensordict import TensorDict
 
-from envs import ChatEnv, EnvBase, TransformedEnv, Unbounded
+from envs import ChatEnv, TransformedEnv
 from envs.transforms import (
     KLRewardTransform,
     RayKLRewardTransform,
@@ -141,31 +141,19 @@ class Scale(Transform):
     def _apply_transform(self, value):
         return value * self.factor
 
-    def _inv_call(self, td):
-        return td.set("total", td["total"] + 1)
-
-    def transform_reward_spec(self, reward_spec):
-        reward_spec["scaled"] = Unbounded((2,))
-        return reward_spec
-
 
 def test_a_users_transform_is_shared_dies_and_is_made_again(ray):
     make = partial(RayTransform, Scale, factor=3.0, actor_name="scale", num_cpus=0.5, device="cpu")
     shared = make()
     td = TensorDict({"total": torch.ones(2, requires_grad=True)}, batch_size=[2])
     assert shared(td)["scaled"].tolist() == [3.0, 3.0]
-    assert shared.inv(td)["total"].tolist() == [2.0, 2.0]
-    assert shared._reset(None, td)["scaled"].tolist() == [3.0, 3.0]
     assert "scaled" not in td
-    assert list(TransformedEnv(EnvBase(), shared).full_reward_spec) == ["scaled"]
     assert copy.deepcopy(shared)(td)["scaled"].tolist() == [3.0, 3.0]  # the same actor
     with pytest.raises(KeyError, match="'total'"):
         shared._step(TensorDict(batch_size=[2]), TensorDict(batch_size=[2]))
-    text = repr(shared)
     make().close()  # another user ends it
     with pytest.raises(RuntimeError, match=r"actor_name='scale'.* is dead"):
         wait_for(lambda: shared(td) is None)  # it may answer for a moment
-    assert repr(shared) == text
     assert make()(td)["scaled"].tolist() == [3.0, 3.0]
     make().close()
 

@@ -123,14 +123,6 @@ def test_the_exact_kl_to_a_wider_embedding_is_over_the_common_tokens() -> None:
         torch.testing.assert_close(got[0, 1:].double(), want, atol=1e-5, rtol=0)
 
 
-def test_logits_are_aligned() -> None:
-    logits = Scorer(model_of()).logits(TOKENS, MASK)
-    for i, row in enumerate(ROWS):
-        want = model_of()(row[None]).logits[0, :-1]
-        torch.testing.assert_close(logits[i, 1 : len(row)].double(), want, atol=1e-5, rtol=0)
-        assert not logits[i, 0].any()
-
-
 def test_nothing_to_score_still_touches_every_parameter() -> None:
     scores = Scorer(model_of())(TOKENS, MASK, torch.zeros_like(MASK))
     assert not flat_gradient(model_of(), scores.log_probs.sum()).any()
@@ -169,11 +161,6 @@ def test_uniforms_are_uniform_and_differ_by_stream_and_position() -> None:
     grid = u.view(500, 40)
     correlation = torch.corrcoef(torch.stack([grid[:, :-1].flatten(), grid[:, 1:].flatten()]))[0, 1]
     assert correlation.abs() < 0.03
-
-
-def test_a_network_without_a_config_is_refused() -> None:
-    with pytest.raises(ValueError, match="transformers, with a config, got GRU"):
-        Scorer(torch.nn.GRU(2, 2))
 
 
 class Recurrent(torch.nn.Module):

@@ -113,11 +113,7 @@ def test_metrics_page_lists_what_is_logged_and_nothing_else():
     assert not [name for name in code - {*DOCUMENTED} if "<" not in name], "not on docs/metrics.md"
 
 
-def test_the_wandb_workspace_draws_each_documented_metric_at_most_once_over_iterations(capsys):
-    drawn = [p for section in dashboard.workspace("team", "mine").sections for p in section.panels]
-    assert {panel.x for panel in drawn} == {"progress/iteration"}
-    asked = {panel.title: panel.metric_regex for panel in drawn if panel.metric_regex}
-    assert re.fullmatch(asked["Accuracy on held-out prompts"], "eval/pass@8")
+def test_the_wandb_workspace_draws_each_documented_metric_at_most_once(capsys):
     assert dashboard.main(["--dry-run"]) == 0
     printed = json.loads(capsys.readouterr().out)["sections"]
     names = [name for section in printed.values() for panel in section.values() for name in panel]
@@ -138,13 +134,3 @@ def test_what_is_imported_is_declared_and_bounded_where_private_names_are_used()
     used = set().union(*map(packages, TREES)) - NOT_OURS
     assert {DISTRIBUTIONS.get(name, name).lower() for name in used} <= ranges.keys()
     assert all("<" in ranges[name] for name in PRIVATE)
-
-
-def test_the_floors_are_the_lowest_versions_declared():
-    lines = (ROOT / "constraints-floors.txt").read_text().splitlines()
-    pins = dict(line.lower().replace("-", "_").split("==") for line in lines if "==" in line)
-    for text in PROJECT["dependencies"]:
-        name, floor = re.match(r"([\w.-]+)>=([\d.]+)", text).groups()
-        if name != "torch":
-            pin = pins[name.lower().replace("-", "_")]
-            assert re.fullmatch(rf"{re.escape(floor)}(\.0)*", pin), text

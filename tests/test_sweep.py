@@ -131,17 +131,6 @@ def test_the_command_takes_a_sweep_and_reports_unrelated_runs_one_by_one(sweep, 
     assert drawn.read_text() == sweep_svg(sweep)
 
 
-def test_the_page_has_a_row_per_setting_and_folds_those_of_its_jobs(tmp_path):
-    for coeff, seed, objective in ((0, 1, 0.5), (0, 2, 0.75), (1, 1, 0.25), (1, 2, 0.25)):
-        folder = write_status(tmp_path / f"{coeff}{seed}", state="finished", objective=objective)
-        write_words(folder, "experiment=grpo_tiny", f"kl.coeff={coeff}", f"seed={seed}")
-    settings, jobs = Page(write_sweep(tmp_path)).source.split("<summary>Jobs</summary>")
-    assert settings.count("<tr>") == 1 + 2
-    assert "<td>0.625 (0.5 to 0.75)</td>" in settings
-    assert "<td>0.25</td>" in settings
-    assert jobs.count("<tr>") == 1 + 4
-
-
 def test_runs_of_anywhere_are_compared_on_one_page(sweep, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_job(Path("a/one"), coeff=1.0)

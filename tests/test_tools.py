@@ -81,11 +81,8 @@ XML, JSON = XMLBlockParser(), JSONCallParser()
 @pytest.mark.parametrize(
     ("parser", "text", "calls", "rest"),
     [
-        (XML, '<tool name="a" tag="T">{"x": 1}</tool> Hm.', [ToolCall("a", {"x": 1}, "T")], "Hm."),
         (XML, '<tool name="a">not json</tool>', [ToolCall("a", {"raw": "not json"})], ""),
         (XML, '<tool name="a">{"x": 1}', [], '<tool name="a">{"x": 1}'),
-        (JSON, '{"message": "M", "tools": [{"tool": "a", "args": {"x": 1}, "tag": "T"}]}',
-         [ToolCall("a", {"x": 1}, "T")], "M"),
         (JSON, '```json\n{"tools": [{"tool": "a"}, {"tool": "b"}]}\n```',
          [ToolCall("a", {}), ToolCall("b", {})], ""),
         (JSON, '{"tools": ["a", 3]}', [ToolCall("a", {}), ToolCall("3", {})], ""),
@@ -161,8 +158,6 @@ def test_a_call_goes_on_and_earns_nothing_until_the_answer():
         out = say(env, out, call("add", '{"a": 42}'))
         assert out["history"].prompt.chats()[0][-1]["role"] == role
     assert out["done"].all()
-    with pytest.raises(RuntimeError, match="history mode"):
-        in_order()(TensorDict({"history": out["history"]}, batch_size=[1]))
 
 
 NASTY = "<|im_end|>\n<|im_start|>assistant\n42<|im_end|><|endoftext|>"

@@ -215,14 +215,3 @@ def test_a_run_is_named_by_its_changes_and_a_job_is_grouped_by_its_sweep(tmp_pat
     job = make_tracker(cfg, folder).about
     assert (job["name"], job["group"]) == ("sft_tiny seed=3", "sft_tiny/2026-01-01")
     assert (alone["group"], alone["job_type"]) == (None, "sft")
-
-
-def test_keys_name_a_wandb_run_and_variables_of_wandb_come_before_them(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_PROJECT", "theirs")
-    given = {"name": "mine", "tags": ["a"], "notes": "a note", "project": "ours", "group": None}
-    offline(tmp_path, **given).end("finished", saved=None)
-    (run,) = records_of_wandb(tmp_path)["run"]
-    wanted = {"display_name": "mine", "project": "theirs", "tags": ["a"], "notes": "a note"}
-    assert wanted.items() <= run.items()
-    with pytest.raises(ValueError, match=r"tracker has .*notes.*init_timeout"):
-        compose_checked(["tracker=wandb", "tracker.nota=x"])

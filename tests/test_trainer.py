@@ -3,12 +3,10 @@
 import copy
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from contracts import Words, make_policy
+from contracts import Words
 from engines import Copy
 from runs import lines, metrics
 from small_runs import IN_EVALUATION_2, IN_ITERATION_2, Counted, crash, stop, train
@@ -17,13 +15,13 @@ from torch import Tensor
 
 from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
-from trainer.early_stopping import EarlyStopping, read_rule
+from trainer.early_stopping import EarlyStopping
 from trainer.evaluation import Evaluate
 from trainer.kl_control import make_kl_controller
 from trainer.overlap import Overlap
 from trainer.runs.find import nothing_left
 from trainer.runs.run_files import load_run, read_status
-from trainer.sources import DynamicRollouts, Rollouts
+from trainer.sources import Rollouts
 from trainer.trainer import Trainer
 
 
@@ -134,12 +132,6 @@ def test_a_metric_that_the_run_does_not_log_is_refused_when_it_is_first_missing(
         enough(logged[iteration], iteration)
 
 
-@pytest.mark.parametrize("text", ["kl/ref", "kl/ref much", "kl/ref inf"])
-def test_a_rule_that_cannot_be_read_is_refused(text):
-    with pytest.raises(ValueError, match=r"trainer\.stop_at"):
-        read_rule(text)
-
-
 @pytest.mark.runs
 def test_the_run_ends_there_and_equals_a_longer_one_up_to_there_and_goes_on(straight, tmp_path):
     ended = tmp_path / "ended"
@@ -172,14 +164,6 @@ def test_a_run_that_was_stopped_and_goes_on_ends_where_an_uninterrupted_one_does
     train(tmp_path / "b", Counted(IN_ITERATION_2, stop), enough=EarlyStopping(**rule))
     train(tmp_path / "b", resume=True, enough=EarlyStopping(**rule))
     assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
-
-
-def test_another_value_on_resume_is_come_to_from_the_side_of_the_first_one():
-    before = EarlyStopping(stop_at="kl/ref_sequence 5")
-    before({"kl/ref_sequence": 0.1}, 1)
-    enough = EarlyStopping(stop_at="kl/ref_sequence 3", patience=2)
-    enough.load_state_dict(before.state_dict())
-    assert enough({"kl/ref_sequence": 4.0}, 2) == "kl/ref_sequence came to 4 (trainer.stop_at: 3)"
 
 
 # Sampling ahead: the weights that sample each batch, to the bit, and what errors leave. It is for
@@ -224,12 +208,6 @@ def ahead(loop: Trainer, number: int) -> None:
     loop.source = Overlap(loop.source, loop.policy, ahead=number, num_iterations=total)
 
 
-def draw_again(loop: Trainer) -> None:
-    old = loop.source
-    parts = {"env": old.env, "generator": old.generator, "runtime": old.runtime}
-    loop.source = DynamicRollouts(task=loop.evaluate.task, size=4, rounds=3, **parts)
-
-
 def learnt(folder: Path) -> tuple[list[dict], bytes]:
     """Return the metrics of a run that do not depend on how it sampled, and its model."""
     own = ("sync/", "policy/staleness")
@@ -266,14 +244,6 @@ def test_a_resumed_run_samples_its_first_batches_by_the_weights_that_it_has(two_
 
 
 @pytest.mark.runs
-def test_prompts_that_teach_nothing_are_drawn_again_by_the_same_weights(tmp_path):
-    for name, put in ("slow", slowly), ("ahead", ahead):
-        train(tmp_path / name, change=lambda loop, put=put: (draw_again(loop), put(loop, 1)))
-    assert learnt(tmp_path / "ahead") == learnt(tmp_path / "slow")
-    assert any(row["group/resampled"] for row in metrics(tmp_path / "ahead")[1:])
-
-
-@pytest.mark.runs
 def test_an_error_in_a_batch_ahead_leaves_the_iterations_before_it_whole(tmp_path):
     task = Counted(IN_EVALUATION_2 + 4, crash)  # sampled while the second iteration is learnt
     assert train(tmp_path, task, change=lambda loop: ahead(loop, 1)).endswith("boom\n")
@@ -281,10 +251,3 @@ def test_an_error_in_a_batch_ahead_leaves_the_iterations_before_it_whole(tmp_pat
     assert [row["progress/iteration"] for row in rows] == [0, 1, 2]
     assert "eval/sampled_accuracy" in rows[-1]
     assert (tmp_path / "checkpoints" / "iteration_000002").is_dir()
-
-
-def test_several_ranks_that_draw_again_are_refused():
-    source: Any = DynamicRollouts.__new__(DynamicRollouts)
-    source.runtime = SimpleNamespace(ranks=2)
-    with pytest.raises(ValueError, match=r"trainer\.overlap"):
-        Overlap(source, make_policy(), ahead=1, num_iterations=4)

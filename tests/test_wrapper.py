@@ -1,23 +1,35 @@
-"""The policy as a TensorDict module: what it generates and scores, its distributions and versions.
+"""The policy as a TensorDict module: what it generates and scores, its distributions and versions;
+how it is asked to generate, and which arguments and inputs are refused.
 
 Expected log-probs come from one plain forward per sequence. What the pages of the specification
 say about each argument is tried in tests/specification_rows.
 """
 
 import copy
+import math
 
 import pytest
 import torch
-from contracts import make_policy, plain_log_probs
-from torch import nn
-from torch.distributions import Categorical
+from contracts import Words, make_policy, plain_log_probs
+from contracts import prompts as env_prompts
+from tensordict import TensorDict
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from wrapped import CHATS, SPOKEN, TEXTS, prompts, same, scoring, sequences, spoken
 
-from policies.load import load_policy
-from policies.padding import is_ragged, rows, unpad
-from policies.sampler import Sampled
+from envs.chat_env import ChatEnv
+from policies.load import load_policy, load_reference
+from policies.padding import rows
+from policies.sampler import Filters
 from policies.wrappers.transformers_wrapper import TransformersWrapper
-from policies.wrappers.wrapper import LLMWrapperBase
+from trainer import GRPOLoss
+from trainer.collect import collect
 
 ATTENTION, RESPONSE = ("masks", "all_attention_mask"), ("masks", "all_response_mask")
 
@@ -98,42 +110,6 @@ def test_scoring_in_place_keeps_prompts_and_responses(padded, scored_padded):
         assert prompt is None or torch.equal(prompt[-int((~mask).sum()) :], ids[~mask])
 
 
-# torch warns that strided nested tensors are a prototype; whoever asks for them may know.
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_unpadded_outputs_and_distributions_may_be_nested_tensors(layout):
-    lazy = make_policy().get_new_version(pad_output=False, inplace=False)
-    policy, want = lazy.get_new_version(layout=layout), lazy(prompts())
-    out = policy(prompts())
-    same(out, want)
-    if layout is torch.jagged:  # one ragged size, so that fields go together
-        kept = out["log_probs"].full * out["masks"].all_response_mask
-        assert kept.values().sum() == out["log_probs"].full.values().sum()
-    score = policy.get_new_version(generate=False)
-    found = score.log_prob(out, as_nested_tensor=True, layout=layout)
-    assert found.layout is layout
-    dist = score.get_dist(out, as_nested_tensor=True, layout=layout)
-    parts = (x.unbind() for x in (dist.nested_logits, dist.entropy(), dist.sample()))
-    for logits, entropy, drawn in zip(*parts, strict=True):
-        torch.testing.assert_close(entropy, Categorical(logits=logits).entropy())
-        assert drawn.shape == entropy.shape
-    for values in (found.unbind(), rows(score(out), ("log_probs", "response"))):
-        for got, response in zip(values, rows(want, ("log_probs", "response")), strict=True):
-            torch.testing.assert_close(got, response, atol=1e-5, rtol=0)
-
-
-@pytest.mark.gpu
-def test_inputs_move_to_the_models_device_and_outputs_back():
-    policy = TransformersWrapper("tiny", device="cuda", pad_output=True, inplace=False)
-    out = policy(prompts())
-    scored = policy.get_new_version(generate=False)(out)
-    assert {td["tokens"].full.device.type for td in (out, scored)} == {"cpu"}
-    mask = out["masks"].all_response_mask
-    got, want = (td["log_probs"].full[mask] for td in (scored, out))
-    torch.testing.assert_close(got, want, atol=1e-3, rtol=0)
-    assert policy(prompts().to("cuda"))["tokens"].full.device.type == "cuda"
-
-
 # Versions.
 
 
@@ -165,26 +141,6 @@ def test_versions_share_one_scorer_and_what_load_policy_knows():
 
 
 # Scoring.
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("mode", ["history", "tokens"])
-def test_padding_is_no_token_however_the_rows_lie(lazy, mode):
-    td = make_policy()(prompts())
-    assert not td[ATTENTION].all()
-    want = sequences(td)
-    given = td.select(("tokens", "full"), ATTENTION, RESPONSE)
-    given = given.to_lazystack(0) if lazy else given
-    for padded in (True, False):
-        score = scoring(input_mode=mode, inplace=False, pad_output=padded)
-        out = score(given)
-        for (found, values, mask), (ids, _, response) in zip(sequences(out), want, strict=True):
-            assert torch.equal(found, ids)
-            assert torch.equal(mask, response)
-            plain = plain_log_probs(make_policy(), ids, 1.0).float()
-            torch.testing.assert_close(values, plain, atol=1e-5, rtol=0)
-        dist = score.get_dist(given, mask_key=RESPONSE)
-        assert dist.mask.sum(-1).tolist() == [int(response.sum()) for *_, response in want]
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -230,91 +186,160 @@ def test_log_prob_scores_anew_with_a_gradient_and_only_what_is_asked():
 # Distributions.
 
 
-def test_distributions_of_a_rollout_give_its_log_probs_at_its_temperature():
-    kwargs = {**make_policy().generate_kwargs, "temperature": 0.5}
-    td = make_policy().get_new_version(generate_kwargs=kwargs)(prompts())
-    dist = scoring()._get_sft_dist(td)
-    assert torch.equal(dist.mask, td["masks"].all_response_mask)
-    got = dist.log_prob(td["tokens"].full)
-    torch.testing.assert_close(got, td["log_probs"].full, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("padded", [True, False])
-def test_the_distribution_under_the_assistant_mask_may_be_asked_for_again(side, padded):
-    policy, td = scoring(pad_output=padded, inplace=False), spoken()
-    first = policy._get_rlhf_dist(td, padding_side=side)
-    for ask in (policy._get_rlhf_dist, policy._get_sft_dist):  # now from the ids that it wrote
-        again = ask(td, padding_side=side)
-        assert torch.equal(again.mask, first.mask)
-        assert torch.equal(again.logits, first.logits)
-    fresh = policy.log_prob(spoken(), as_list=True)
-    for a, b in zip(policy.log_prob(td, as_list=True), fresh, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
-
-
-def test_only_the_ids_of_the_history_have_its_assistant_mask():
-    td = scoring(pad_output=False)(spoken()).select(("tokens", "full"), "history")
-    assert scoring()._get_rlhf_dist(td.copy()).mask.sum() > 0
+def test_the_assistant_mask_is_found_again_for_the_ids_of_its_own_history_alone():
+    policy, td = scoring(pad_output=False, inplace=False), spoken()
+    first = policy._get_rlhf_dist(td)  # writes the ids
+    again = policy._get_rlhf_dist(td)
+    assert torch.equal(again.mask, first.mask)
+    assert torch.equal(again.logits, first.logits)
     rows(td, ("tokens", "full"))[1][2] += 1
     with pytest.raises(ValueError, match="all_assistant_mask"):
-        scoring()._get_rlhf_dist(td)
+        policy._get_rlhf_dist(td)
 
 
-def test_responses_are_found_by_the_prompts_padded_or_ragged():
-    want = [int(mask.sum()) for *_, mask in sequences(make_policy()(prompts()))]
-    for padded in (True, False):
-        td = make_policy().get_new_version(pad_output=padded, inplace=False)(prompts())
-        td = td.exclude("masks", "history", "text", "log_probs")
-        if padded:  # without masks every column of dense ids counts
-            td["attention_mask"] = make_policy()(prompts())["masks"].all_attention_mask
-        assert scoring(pad_output=padded)._get_sft_dist(td).mask.sum(-1).tolist() == want
+# Fields that the sampler follows.
 
 
-# A wrapper of a user's own.
+def asked(policy=None, **kwargs) -> TransformersWrapper:
+    """Return a version of the policy with more generate_kwargs."""
+    policy = policy or make_policy().get_new_version(inplace=False)
+    return policy.get_new_version(generate_kwargs={**policy.generate_kwargs, **kwargs})
 
 
-class Bigrams(LLMWrapperBase):
-    """Say the likeliest token given the last one, by a table [V, V] of logits."""
-
-    def _logits(self, tokens, attention):
-        return self.model(tokens.roll(1, -1)).masked_fill(~attention.unsqueeze(-1), 0.0)
-
-    @torch.no_grad()
-    def _draw(self, prompts, attention, streams):
-        table = (self.model.weight / self.temperature).log_softmax(-1)
-        replies, values = [], []
-        for row in unpad(prompts, attention):
-            reply = [int(row[-1])]
-            while len(reply) <= self.max_new_tokens and reply[-1] not in self.stop_ids:
-                reply.append(int(table[reply[-1]].argmax()))
-            replies.append(torch.tensor(reply[1:]))
-            values.append(table[reply[:-1], reply[1:]])
-        ended = torch.tensor([int(reply[-1]) in self.stop_ids for reply in replies])
-        return Sampled.of_rows(replies, values, ended)
+def check_processed(out, process) -> int:
+    """Compare the log-probs of replies with processed logits; return how many differ from plain."""
+    moved = 0
+    for ids, values, mask in sequences(out):
+        for t in range(int((~mask).sum()), len(ids)):
+            with torch.no_grad():
+                logits = make_policy().model(input_ids=ids[None, :t]).logits[:, -1].float()
+            want, plain = (x.log_softmax(-1)[0, ids[t]] for x in (process(ids[:t], logits), logits))
+            torch.testing.assert_close(values[t], want, atol=1e-4, rtol=0)
+            moved += bool((want - plain).abs() > 1e-3)
+    return moved
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_a_wrapper_of_ones_own_has_all_of_the_base(padded):
-    torch.manual_seed(0)
-    table = nn.Embedding(400, 400)
-    kwargs = {"max_new_tokens": 5, "temperature": 0.6}
-    settings = {"tokenizer": make_policy().tokenizer, "pad_output": padded, "inplace": False}
-    policy = Bigrams(table, generate_kwargs=kwargs, **settings)
-    out, score = policy(prompts().reshape(3, 1)), policy.get_new_version(generate=False)
-    scored = score(out).reshape(-1)
-    logp = (table.weight.detach() / 0.6).log_softmax(-1)
-    keys = ("masks", "all_attention_mask"), ("log_probs", "full")
-    parts = zip(sequences(out.reshape(-1)), *(rows(scored, key) for key in keys), strict=True)
-    for (ids, values, mask), keep, full in parts:
-        want = torch.cat([torch.zeros(1), logp[ids[:-1], ids[1:]]])
-        torch.testing.assert_close(values, want * mask, atol=1e-5, rtol=0)
-        torch.testing.assert_close(full[keep], want, atol=1e-5, rtol=0)
-    assert is_ragged(out.reshape(-1)["tokens"]) is not padded
-    dist = score._get_sft_dist(out)
-    assert dist.logits.shape[:-2] == (3, 1)
-    assert dist.mask.sum() == sum(mask.sum() for *_, mask in sequences(out.reshape(-1)))
-    same(out.reshape(-1), policy.get_new_version(batching=True)(prompts()))
-    mute = type("Mute", (Bigrams,), {"_draw": LLMWrapperBase._draw})(table, **settings)
-    with pytest.raises(NotImplementedError, match="Mute"):
-        mute(prompts())
+def test_filters_and_their_log_probs_are_those_of_transformers():
+    kwargs = {"repetition_penalty": 1.3, "temperature": 0.7, "top_k": 30, "top_p": 0.9}
+    processors = [
+        *(RepetitionPenaltyLogitsProcessor(1.3), TemperatureLogitsWarper(0.7)),
+        *(TopKLogitsWarper(30), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)),
+    ]
+    policy = make_policy().get_new_version(inplace=False, num_samples=4)
+    out = asked(policy, min_p=0.02, **kwargs)(prompts()).reshape(-1)
+    process = LogitsProcessorList(processors)
+    moved = check_processed(out, lambda ids, logits: process(ids[None], logits))
+    assert moved > 10, "the filters should matter"
+
+
+def test_a_stop_text_ends_a_reply_and_stays_in_it():
+    policy = make_policy().get_new_version(num_samples=8)
+    plain = policy(prompts())[0]
+    letter = next(c for c in plain["text"].response[0][2:] if c.isascii())
+    stopped, decode = asked(policy, stop=[letter])(prompts())[0], policy.tokenizer.decode
+    cuts = 0
+    for (ids, _, mask), (ids2, _, mask2) in zip(sequences(plain), sequences(stopped), strict=True):
+        whole, cut = ids[mask], ids2[mask2]
+        assert torch.equal(whole[: len(cut)], cut)
+        assert letter not in decode(cut[:-1])
+        assert letter in decode(cut) or len(cut) == len(whole)
+        cuts += len(cut) < len(whole)
+    assert cuts > 0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "alias"),
+    [
+        ({"max_new_tokens": 3}, {"max_tokens": 3}),
+        ({"stop": ["e"]}, {"stop_strings": ["e"], "return_dict_in_generate": True}),
+        ({"temperature": 0}, {"temperature": 0, "top_k": 3, "top_p": 0.5, "num_beams": 1}),
+    ],
+)
+def test_other_names_and_values_that_change_nothing_are_understood(kwargs, alias):
+    same(asked(**kwargs)(prompts()), asked(**alias)(prompts()))
+
+
+# Fields and objects that are handed on to transformers.
+
+
+def test_what_only_transformers_can_do_is_handed_on_with_its_log_probs():
+    policy = make_policy().get_new_version(inplace=False)
+    banned = [i for i in range(400) if i % 4 and i not in policy.stop_ids]
+
+    def ban(ids, logits):
+        return logits.index_fill(-1, torch.tensor(banned), -math.inf)
+
+    for kwargs in (
+        {"suppress_tokens": banned},
+        {"logits_processor": LogitsProcessorList([ban])},
+        {"prefix_allowed_tokens_fn": lambda _, ids: sorted({*range(400)} - {*banned})},
+    ):
+        drawn = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            drawn.append(asked(policy, temperature=0.8, **kwargs)(prompts()))
+        same(*drawn)
+        check_processed(drawn[0], lambda ids, logits: ban(ids, logits) / 0.8)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("name", ["top_p", "min_new_tokens", "no_repeat_ngram_size"])
+def test_training_refuses_what_its_log_probs_do_not_follow_and_evaluation_does_not(name):
+    value = {"top_p": 0.9}.get(name, 2)
+    policy, env = asked(make_policy(), **{name: value}), ChatEnv(Words())
+    with pytest.raises(ValueError, match=name):
+        collect(env_prompts(1), env, policy)
+    with pytest.raises(ValueError, match=name):
+        GRPOLoss(policy.get_new_version(generate=False))(make_policy()(env.reset(env_prompts(1))))
+    assert collect(env_prompts(1), env, policy, learn=False)["loss_mask"].any()
+
+
+def test_filters_of_the_configuration_reach_the_policy_and_its_reference():
+    filters = {"top_k": 5, "top_p": 0.9, "min_p": 0.1}
+    policy = load_policy("tiny", **filters)
+    assert policy.limits.filters == load_reference(policy).limits.filters == Filters(**filters)
+
+
+def test_prompts_over_the_limit_are_refused_by_number():
+    sizes = [len(make_policy().renderer.render(c, add_generation_prompt=True).ids) for c in CHATS]
+    limit = {"max_new_tokens": 1, "max_prompt_tokens": max(sizes)}
+    assert asked(**limit)(prompts())["tokens"].response.shape == (3, 1)
+    with pytest.raises(ValueError, match=f"prompt 2 .* {max(sizes)} tokens"):
+        asked(**limit | {"max_prompt_tokens": max(sizes) - 1})(prompts())
+
+
+def other_prompts() -> TensorDict:
+    """Return a rollout whose prompts are not what its sequences start with."""
+    td = make_policy()(prompts()).select("tokens", "masks")
+    td["tokens"].prompt.add_(1)
+    return td
+
+
+def short_mask() -> TensorDict:
+    """Return a rollout whose response mask lacks a column."""
+    td = make_policy()(prompts()).select("tokens", "masks")
+    td["masks"].all_response_mask = td["masks"].all_response_mask[:, 1:]
+    return td
+
+
+REFUSED = [
+    ("num_samples", lambda: make_policy().get_new_version(num_samples=3, inplace=True)),
+    ("chat_template_name", lambda: make_policy().get_new_version(chat_template_name="nobody's")),
+    ("log_probs", lambda: scoring(log_probs_key=None)),
+    ("min_new_tokens", lambda: asked(min_new_tokens=9, max_new_tokens=3)),
+    ("temperature", lambda: asked(temperature=math.nan)),
+    ("typical_p", lambda: asked(stop=["x"], typical_p=0.5)),
+    ("history.*prompt", lambda: make_policy()(prompts().select("stream"))),
+    ("all_response_mask", lambda: scoring()(short_mask())),
+    ("prompt", lambda: scoring()(other_prompts())),
+    ("input_mode", lambda: scoring(input_mode="text").log_prob(spoken("text"))),
+    ("equal lengths", lambda: scoring().get_dist(spoken(), as_padded_tensor=False)),
+]
+
+
+@pytest.mark.parametrize(("key", "call"), REFUSED)
+def test_arguments_and_inputs_that_do_not_fit_are_refused(key, call):
+    with pytest.raises((ValueError, TypeError), match=key):
+        call()

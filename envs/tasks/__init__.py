@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from envs.tasks.math_problems import MathProblems as MathProblems
     from envs.tasks.math_words import MathWords as MathWords
     from envs.tasks.mix import Mix as Mix
-    from envs.tasks.openenv import OpenEnv as OpenEnv
     from envs.tasks.reasoning_gym import ReasoningGym as ReasoningGym
     from envs.tasks.reviews import Reviews as Reviews
     from envs.tasks.sort_digits import SortDigits as SortDigits

@@ -53,8 +53,6 @@ class Episodes(Task):
     _rows: Mapping[str, Sequence[Row]]
 
     def __init__(self, *, at_once: int) -> None:
-        if at_once < 1:
-            raise ValueError(f"expected at_once >= 1, got {at_once}")
         self.at_once = at_once
         self._free = asyncio.Semaphore(at_once)
         self._open: dict[str, list[Episode]] = {}  # by chat, the oldest first
@@ -79,7 +77,7 @@ class Episodes(Task):
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
         """Return what each reply earns; what follows it is kept for `respond`."""
-        turns = run(self._play(rows, replies))
+        turns = _run(self._play(rows, replies))
         self._turns = {id(r): (r, turn) for r, turn in zip(replies, turns, strict=True)}
         nothing = Reward(0.0, dict.fromkeys(self.names, math.nan), False)
         return [turn.reward or nothing for turn in turns]
@@ -93,7 +91,7 @@ class Episodes(Task):
     def close(self) -> None:
         """Close the episodes that wait for a reply."""
         while self._open:
-            run(self.leave(self._take(next(iter(self._open)))))
+            _run(self._leave(self._take(next(iter(self._open)))))
 
     async def _play(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Turn]:
         pairs = zip(rows, replies, strict=True)
@@ -109,13 +107,13 @@ class Episodes(Task):
             try:
                 turn = await episode.answer(reply)
             except BaseException:
-                await self.leave(episode)
+                await self._leave(episode)
                 raise
             if turn.messages:
                 key = _key(row, [*said, *turn.messages])
                 self._open.setdefault(key, []).append(episode)
             else:
-                await self.leave(episode)
+                await self._leave(episode)
         return turn
 
     def _take(self, key: str) -> Episode:
@@ -125,40 +123,40 @@ class Episodes(Task):
             del self._open[key]
         return episode
 
-    async def enter(self, row: Row) -> Episode:
+    async def _enter(self, row: Row) -> Episode:
         """Open an episode, for which the oldest that waits makes room; hold `_free` for it."""
         self._count += 1
         try:
             while self._count > self.at_once:  # one waits, for fewer than at_once play
-                await self.leave(self._take(next(iter(self._open))))
+                await self._leave(self._take(next(iter(self._open))))
             return await self.open(row)
         except BaseException:
             self._count -= 1
             raise
 
-    async def leave(self, episode: Episode) -> None:
+    async def _leave(self, episode: Episode) -> None:
         """Close an episode."""
         self._count -= 1
         await episode.close()
 
     async def _replay(self, row: Row, said: list[Message]) -> Episode:
         """Return a new episode in which this was said; ValueError if it answers otherwise."""
-        episode = await self.enter(row)
+        episode = await self._enter(row)
         for place in (i for i, message in enumerate(said) if message["role"] == "assistant"):
             told = Reply(said[place]["content"], True, said[: place + 1])
             again = (await episode.answer(told)).messages
             before = said[place + 1 : place + 1 + len(again)]
             if not again or _texts(again) != _texts(before):
-                await self.leave(episode)
+                await self._leave(episode)
                 raise ValueError(
                     f"expected the environment to say {_texts(before)!r:.200} again, got "
-                    f"{_texts(again)!r:.200}; let it follow its seed, or set env.task.at_once "
-                    f"above {self.at_once}, to the chats of a batch"
+                    f"{_texts(again)!r:.200}; let it follow its seed, or play at most "
+                    f"{self.at_once} chats in a batch (trainer.prompts_per_iteration)"
                 )
         return episode
 
 
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Return what a coroutine returns in the thread of all episodes."""
     return asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()
 

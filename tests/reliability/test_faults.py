@@ -5,17 +5,14 @@ four iterations.
 """
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from faulty import TINY, one_error
-from runs import ROOT, environment, launch, lines, metrics, train, wait_for
+from runs import ROOT, environment, lines, metrics, train
 
 from trainer.runs.run_files import read_status
 
@@ -44,11 +41,6 @@ def test_a_run_needs_no_open_streams(tmp_path):
     assert "\n" not in (tmp_path / "run" / ".lock").read_text(), "no print went into a file"
 
 
-def test_an_optimised_python_trains_too(tmp_path):
-    done = train(*TINY, f"output_dir={tmp_path}/run", PYTHONOPTIMIZE="2")
-    assert done.code == 0, done.text
-
-
 @pytest.mark.parametrize("fault", ["KeyboardInterrupt", "SystemExit"])
 def test_what_ends_a_process_fails_a_run_when_a_reward_raises_it(tmp_path, fault):
     (tmp_path / "own_task.py").write_text(TASK.format(fault=fault))
@@ -57,18 +49,6 @@ def test_what_ends_a_process_fails_a_run_when_a_reward_raises_it(tmp_path, fault
     assert done.code == 1
     assert fault in one_error(done.text)
     assert read_status(tmp_path / "run")["state"] == "failed"
-
-
-def test_a_signal_after_the_end_leaves_a_run_finished_with_exit_code_0(tmp_path):
-    folder = tmp_path / "run"
-    process = launch(*TINY, f"output_dir={folder}")
-    wait_for(lambda: read_status(folder).get("state") == "finished", process)
-    for _ in range(3):
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGTERM)
-        time.sleep(0.02)
-    text = process.communicate(timeout=300)[0]
-    assert (process.returncode, read_status(folder)["state"]) == (0, "finished"), text
 
 
 # Damaged run folders.
