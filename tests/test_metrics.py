@@ -188,7 +188,7 @@ def test_accuracy_and_reward_weigh_every_row_alike_in_a_short_last_chunk():
         "eval/greedy_accuracy": right,
         "eval/reward": sum(map(len, texts)) / 4,
     }
-    assert shares == [0, 9 / 16, 12 / 16, 15 / 16]  # of 12 sampled replies and 4 greedy ones
+    assert shares == [0, 9 / 16, 12 / 16]  # of 12 sampled replies and 4 greedy ones
     assert [r["prompt"] for r in records] == texts
     assert {(r["kind"], r["iteration"], r["kl"]) for r in records} == {("after", 5, None)}
 
