@@ -159,9 +159,12 @@ def _load_scorer(found: FoundModel, policy: TransformersWrapper) -> Scorer:
 
 def _cast_layers(scorer: Scorer) -> None:
     """Hold the layers of a frozen model in the dtype of their products: the scores are equal."""
-    embeddings = scorer.model.get_input_embeddings().weight  # an output head may share them
-    for layer in scorer.model.modules():
-        if isinstance(layer, torch.nn.Linear) and layer.weight is not embeddings:
+    layers = list(scorer.model.modules())
+    embeddings = [
+        x.weight for x in layers if isinstance(x, torch.nn.Embedding)
+    ]  # a head shares them
+    for layer in layers:
+        if isinstance(layer, torch.nn.Linear) and all(layer.weight is not e for e in embeddings):
             layer.to(scorer.autocast or layer.weight.dtype)
 
 

@@ -118,7 +118,7 @@ def test_every_kind_loads_as_transformers_loads_it(checkpoints, kind):
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, plain(ids).logits)
     assert not model.training
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation in ("sdpa", "plain_on_cpu")
     assert tokenizer.pad_token in SPECIAL[kind]
     stops = [tokenizer.convert_tokens_to_ids(name) for name in STOPS[kind]]
     assert model.generation_config.eos_token_id in (stops, stops[0])
