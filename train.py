@@ -40,7 +40,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         if cfg.allow_targets or "envs.rewards.Given" in str(cfg.env.rewards):
             parts.find_target("envs.rewards.validate.try_reward")(task)
         policy = runtime.load(lambda **at: parts.make_policy(cfg.policy, **at))
-        runtime.write_status(model=policy.found.about())
+        runtime.write_status(model=policy.found.about(), products=str(policy.scorer.autocast))
         leash = parts.make_leash(cfg)
         reference = parts.make_reference(cfg, policy)
         if critic := algorithm.get("critic"):

@@ -8,7 +8,7 @@ import torch
 from policies import lora as adapters
 from policies.chats.templates import find_template, require_template, with_variables
 from policies.models import FoundModel, find_model, has_adapter, load_model, load_tokenizer
-from policies.scorer import Scorer
+from policies.scorer import HERE, Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 
 
@@ -34,7 +34,7 @@ def load_policy(
 ) -> TransformersWrapper:
     """Return the generating policy on `model`: a folder, an embedded model or a hub id.
 
-    dtype is that of the weights; autocast that of the matrix products (bfloat16 on a GPU).
+    dtype is that of the weights; autocast that of the matrix products (see `product_dtype`).
     lora: arguments of `policies.lora.add_adapter`; then only the adapter is trained.
     gradient_checkpointing: compute the activations of each layer again in the backward.
     chat_template_kwargs: variables of the template, {"enable_thinking": False}; they are saved in
@@ -58,7 +58,7 @@ def load_policy(
         enable: Any = getattr(network, "activation_checkpointing_enable", old)
         enable(how)
         network.disable_input_require_grads()  # only the reentrant kind needs that
-    scorer = Scorer(network, autocast=getattr(torch, autocast) if autocast else None)
+    scorer = Scorer(network, autocast=product_dtype(autocast, network.device))
     check_head(scorer)
     kwargs = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     kwargs |= {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
@@ -74,6 +74,17 @@ def load_policy(
     policy.found, policy.source = found, source
     policy.system_prompt = system_prompt
     return policy
+
+
+def product_dtype(name: str | None, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of matrix products; "auto" is bfloat16 where the device has it natively."""
+    if name != "auto":
+        return getattr(torch, name) if name else None
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if native else None
 
 
 def load_reference(
@@ -101,6 +112,8 @@ def load_reference(
     else:
         network = policy.scorer.placement.copy(policy.model).requires_grad_(False).eval()
         scorer = Scorer(network, autocast=policy.scorer.autocast)
+        if policy.scorer.placement is HERE and not moves:
+            _cast_layers(scorer)
     reference = policy.get_new_version(
         model=scorer,
         generate=False,
@@ -123,7 +136,7 @@ def check_head(scorer: Scorer) -> None:
     with scorer.precision():
         expected = scorer.model(input_ids=ids, attention_mask=every).logits[:, :-1].float()
     got = scorer.logits(ids, every)[:, 1:]
-    exact = scorer.autocast is None and scorer.head().weight.dtype.itemsize >= 4
+    exact = scorer.autocast is None and scorer.model.dtype.itemsize >= 4
     gap = (got - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
     # Half precision rounds the two ways differently, by up to 1 %; NaN is no number to compare.
     if not gap <= (1e-3 if exact else 2e-2):
@@ -140,7 +153,19 @@ def _load_scorer(found: FoundModel, policy: TransformersWrapper) -> Scorer:
     _check_vocabulary(found, network.get_input_embeddings().num_embeddings, policy)
     scorer = Scorer(network.requires_grad_(False), autocast=policy.scorer.autocast)
     check_head(scorer)
+    _cast_layers(scorer)
     return scorer
+
+
+def _cast_layers(scorer: Scorer) -> None:
+    """Hold the layers of a frozen model in the dtype of their products: the scores are equal."""
+    layers = list(scorer.model.modules())
+    embeddings = [
+        x.weight for x in layers if isinstance(x, torch.nn.Embedding)
+    ]  # a head shares them
+    for layer in layers:
+        if isinstance(layer, torch.nn.Linear) and all(layer.weight is not e for e in embeddings):
+            layer.to(scorer.autocast or layer.weight.dtype)
 
 
 def _check_vocabulary(found: FoundModel, rows: int, policy: TransformersWrapper) -> None:

@@ -172,12 +172,15 @@ def hash_weights(folder: Path) -> str:
 def load_model(
     found: FoundModel, *, dtype: str = "float32", device: Any = None
 ) -> "PreTrainedModel":
-    """Load a causal language model in eval mode, dropout 0, sdpa attention, on the CPU by default.
+    """Load a causal language model in eval mode, dropout 0, on the CPU by default.
 
     Missing or quantised weights, or a model that is not a causal language model, are a ValueError.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from policies import layout
+    from policies.attention import NAME
 
     local = {"local_files_only": True, "trust_remote_code": False}
     with quiet():
@@ -186,10 +189,11 @@ def load_model(
         if getattr(config, "quantization_config", None):
             raise ValueError(f"{found.folder}: expected weights to train, got quantised ones")
         _zero_dropout(config)
+        kind = NAME if layout.takes_masks(config) and str(device or "cpu") == "cpu" else "sdpa"
         with readable(found.folder, "weights"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 found.folder, config=config, dtype=getattr(torch, dtype),
-                attn_implementation="sdpa", output_loading_info=True, use_safetensors=True, **local,
+                attn_implementation=kind, output_loading_info=True, use_safetensors=True, **local,
             )  # fmt: skip
     model, info = loaded
     if missing := sorted(info["missing_keys"]):

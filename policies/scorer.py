@@ -149,12 +149,10 @@ class Scorer(nn.Module):
         return out.flatten(0, 1)[lay.source]
 
     def head(self) -> Head:
-        """Return the function from hidden states to logits, its weights cast once for all calls."""
+        """Return the function from hidden states to logits."""
         out = self.model.get_output_embeddings()
-        dtype = self.autocast or out.weight.dtype
-        bias = getattr(out, "bias", None)
         cap = getattr(self.model.config, "final_logit_softcapping", None)
-        return Head(out.weight.to(dtype), None if bias is None else bias.to(dtype), cap)
+        return Head(out.weight, getattr(out, "bias", None), cap, self.autocast)
 
     def precision(self) -> AbstractContextManager:
         """Return the autocast context that sampling and scoring share."""

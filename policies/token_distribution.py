@@ -1,23 +1,20 @@
 """The distribution of each kept token, from the states before it, without logits [B, T, V].
 
-Logits exist for a slice of the kept tokens at a time, in the backward too.
+Logits exist for a slice of the kept tokens at a time, in the backward too, which makes them again.
 
 Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDictBase
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 NAMES = ("response", "assistant", "prompt", "attention")
-SLICE = 2**26  # logits held at a time, over the kept tokens: 256 MB of float32
+SLICE = 2**22  # logits held at a time, over the kept tokens: 16 MB of float32, more on a GPU
 
 
 @dataclass(frozen=True)
@@ -37,12 +34,27 @@ class Head:
     weight: Tensor  # [V, H]
     bias: Tensor | None
     cap: float | None  # of the logits, as Gemma 2 has it
+    dtype: torch.dtype | None = None  # of the product, None for that of the weight
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits."""
-        logits = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        dtype = self.dtype or self.weight.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    def columns(self, at: slice) -> "Head":
+        """Return the head of some of the vocabulary."""
+        return replace(
+            self, weight=self.weight[at], bias=None if self.bias is None else self.bias[at]
+        )
+
+    def cast(self) -> "Head":
+        """Return the head in the dtype of its product, cast once for many calls, no gradients."""
+        dtype = self.dtype or self.weight.dtype
+        bias = None if self.bias is None else self.bias.detach().to(dtype)
+        return replace(self, weight=self.weight.detach().to(dtype), bias=bias)
 
 
 class TokenDistribution:
@@ -77,16 +89,9 @@ class TokenDistribution:
         The entropy has a gradient with `learn` only. With `reference`, also the exact KL to it.
         """
         both = [self] if reference is None else [self, reference]
-        states, heads = [d.states for d in both], [d.head for d in both]
-        score: Callable[..., Any] = partial(_score, heads, entropy=entropy, learn=learn)
-        target, scale = value[self.mask], self.scale
-        step = max(SLICE // len(self.head.weight), 1)
-        slices = [slice(i, i + step) for i in range(0, max(len(target), 1), step)]
-        if len(slices) > 1 and torch.is_grad_enabled():
-            # One slice's logits at a time in the backward too, for one more product with the head.
-            score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
-        parts = [score([x[at] for x in states], target[at], scale[at]) for at in slices]
-        columns = [torch.cat(c) if c[0] is not None else None for c in zip(*parts, strict=True)]
+        reads = [(d.head.cast(), d.states.detach()) for d in both]
+        asked = reads, value[self.mask], self.scale, entropy or learn, learn
+        columns = _Sliced.apply(self.states, self.head.weight, self.head.bias, *asked)
         return Scores(*(None if c is None else placed(c, self.mask) for c in columns))
 
 
@@ -107,24 +112,88 @@ def named_mask(batch: TensorDictBase, name: str) -> Tensor:
     return sampled & (turn == turn[:, -1:])
 
 
-def _score(heads: list[Head], states: list[Tensor], target, scale, *, entropy=False, learn=False):
-    """Return (log-prob, entropy or None, full KL or None), each [k], of target [k]; scale [k, 1].
+class _Sliced(torch.autograd.Function):
+    """Compute (log-prob, entropy or None, full KL or None), each [K], a slice of logits at a time.
 
-    `heads` and `states` [k, H] are those of the policy and, for the KL, of the reference.
+    The forward takes some tokens at a time; the backward some columns of the vocabulary, whose
+    logits z it makes again and turns into their gradient. With p = softmax(z), S the entropy and
+    f = log p - log q for the reference's q:
+    d log p(y) / dz = onehot(y) - p, dS / dz = -p (log p + S), dKL / dz = p (f - KL).
     """
-    mine = (heads[0](states[0]) / scale).log_softmax(-1)  # [k, V]
-    log_prob = mine.gather(-1, target[:, None]).squeeze(-1)
-    spread, full = None, None
-    if learn:
-        spread = -(mine.exp() * mine).sum(-1)
-    elif entropy:
-        with torch.no_grad():
-            spread = -mine.exp().mul_(mine).sum(-1)
-    if len(heads) > 1:
-        with torch.no_grad():
-            theirs = (heads[1](states[1]) / scale).log_softmax(-1)
-        full = full_kl(mine, theirs)
-    return log_prob, spread, full
+
+    @staticmethod
+    def forward(ctx: Any, states, weight, bias, reads, target, scale, entropy, learn):  # type: ignore[override]
+        """Return the columns; `reads` are (head, states) of the policy and of the reference."""
+        size, parts, norms = min(len(head.weight) for head, _ in reads), [], []
+        for at in _slices(len(target), len(weight), target.device):
+            logits = [_tempered(head(states[at]), scale, at) for head, states in reads]  # [k, V]
+            mine, *theirs = both = [z.log_softmax(-1) for z in logits]
+            log_prob = mine.gather(-1, target[at, None]).squeeze(-1)
+            full = full_kl(mine, *theirs) if theirs else None
+            mass = mine[:, :size].exp().sum(-1) if size < len(weight) else torch.ones_like(log_prob)
+            spread = -mine.exp().mul_(mine).sum(-1) if entropy else None
+            parts.append((log_prob, spread, full))
+            norms.append(
+                [mass, *(z.amax(-1) - p.amax(-1) for z, p in zip(logits, both, strict=True))]
+            )
+        columns = [torch.cat(c) if c[0] is not None else None for c in zip(*parts, strict=True)]
+        ctx.save_for_backward(states, weight, bias, *columns[1:])
+        ctx.given = reads, target, scale, [torch.cat(n)[:, None] for n in zip(*norms, strict=True)]
+        ctx.set_materialize_grads(False)
+        if entropy and not learn:
+            ctx.mark_non_differentiable(columns[1])
+        return tuple(columns)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor | None):  # type: ignore[override]
+        """Return the gradients of states [K, H], weight [V, H] and bias [V]."""
+        states, weight, bias, *sums = ctx.saved_tensors
+        reads, target, scale, (mass, *norms) = ctx.given
+        spread, kl = (None if x is None else x[:, None] for x in sums)
+        log_prob, entropy, full = (None if g is None else g[:, None] for g in above)  # [K, 1]
+        (head, hidden), *others = [(head, h.to(head.weight.dtype)) for head, h in reads]
+        by_states = torch.zeros_like(states, dtype=torch.promote_types(states.dtype, torch.float32))
+        by_weight, by_bias = (
+            torch.empty_like(x) if needed else None
+            for x, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
+        for at in _slices(len(weight), len(target), target.device):
+            logits = head.columns(at)(hidden)  # [K, v]
+            slope = None if head.cap is None else 1 - (logits / head.cap).square()
+            mine = _tempered(logits, scale).sub_(norms[0])
+            grad = mine.exp()
+            factor = 0.0 if log_prob is None else -log_prob  # of p
+            if full is not None:
+                theirs = _tempered(others[0][0].columns(at)(others[0][1]), scale).sub_(norms[1])
+                ahead = log_ratio(mine, theirs).add_(1)  # of the tokens that both have
+                ahead = F.pad(ahead, (0, mine.shape[-1] - ahead.shape[-1]))
+                factor = ahead.sub_(kl + mass).mul_(full).add_(factor)
+            if entropy is not None:
+                factor = mine.add_(spread).mul_(-entropy).add_(factor)
+            grad.mul_(factor)
+            if log_prob is not None:
+                rows = ((target >= at.start) & (target < at.stop)).nonzero().squeeze(-1)
+                grad[rows, target[rows] - at.start] += log_prob[rows, 0]
+            grad = grad if slope is None else grad.mul_(slope)
+            grad = _tempered(grad, scale)
+            if by_bias is not None:
+                by_bias[at] = grad.sum(0)
+            grad = grad.to(hidden.dtype)
+            by_states += grad @ head.weight[at]
+            if by_weight is not None:
+                by_weight[at] = grad.T @ hidden
+        return by_states, by_weight, by_bias, None, None, None, None, None
+
+
+def _slices(count: int, width: int, device: torch.device) -> list[slice]:
+    """Return slices of `count` rows of `width` logits, SLICE logits at most in each."""
+    step = max(SLICE * (1 if device.type == "cpu" else 16) // max(width, 1), 1)
+    return [slice(i, i + step) for i in range(0, max(count, 1), step)]
+
+
+def _tempered(logits: Tensor, scale: Tensor | None, at: slice = slice(None)) -> Tensor:
+    """Return logits divided in place by the temperature of their tokens."""
+    return logits if scale is None else logits.div_(scale[at])
 
 
 def full_kl(curr: Tensor, ref: Tensor) -> Tensor:
@@ -136,15 +205,22 @@ def full_kl(curr: Tensor, ref: Tensor) -> Tensor:
     >>> round(full_kl(*torch.tensor([[0.0, 0.0], [1.0, 0.0]]).log_softmax(-1)).item(), 4)
     0.1201
     """
+    ratio = log_ratio(curr, ref)
+    return (curr[..., : ratio.shape[-1]].exp() * ratio).sum(-1)
+
+
+def log_ratio(curr: Tensor, ref: Tensor) -> Tensor:
+    """Return log curr - log ref of the tokens that both have, 0 where curr rules them out."""
     size = min(curr.shape[-1], ref.shape[-1])
     curr, ref = curr[..., :size], ref[..., :size]
-    log_ratio = (curr - ref).masked_fill(curr == -torch.inf, 0)
-    return (curr.exp() * log_ratio).sum(-1)
+    return (curr - ref).masked_fill(curr == -torch.inf, 0)
 
 
-def _per_kept(temperature: Tensor | float, keep: Tensor) -> Tensor:
-    """Return the temperature of each kept token, [K, 1]."""
+def _per_kept(temperature: Tensor | float, keep: Tensor) -> Tensor | None:
+    """Return the temperature of each kept token, [K, 1], None where it is 1 everywhere."""
     value = torch.as_tensor(temperature, dtype=torch.float32, device=keep.device)
+    if bool((value == 1).all()):
+        return None
     return value.reshape(-1, 1).expand(keep.shape)[keep].unsqueeze(-1)
 
 

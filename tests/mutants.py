@@ -279,7 +279,11 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("KL of the token alone", PAPER["dppo_kl"], f"{MASKS}:binary_kl"),
     ("KL weighed, no gradient", WEIGHED, f"{LEASH}.loss_term"),
     ("KL weighed by another ratio", WEIGHED, f"{LEASH}.loss_term"),
-    ("entropy without a gradient", the_bonus_is_that_of_a_plain_softmax, f"{DIST}:_score"),
+    (
+        "entropy without a gradient",
+        the_bonus_is_that_of_a_plain_softmax,
+        f"{DIST}:TokenDistribution.scores",
+    ),
     ("the generator over the trainer", CORRECTED, "trainer.importance_sampling:correction"),
     ("global generator", contracts.same_seed, "policies.sampler:uniforms"),
     ("any code may be named", rooms.targets, "conf.check:_targets"),

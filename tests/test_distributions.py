@@ -283,6 +283,42 @@ def test_logits_of_whole_sequences_never_exist(monkeypatch, wanted):
     assert peak_bytes(run) < 0.25 * whole
 
 
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("rows", [6, 9, 12])  # of the reference's vocabulary; the policy's has 9
+def test_the_gradient_of_the_slices_is_that_of_whole_logits(monkeypatch, cap, rows):
+    monkeypatch.setattr(token_distribution, "SLICE", 10)
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
+    ids, keep = torch.tensor([[1, 8, 2], [5, 0, 3]]), torch.tensor([[0, 1, 1], [1, 0, 1]]).bool()
+    warmth = torch.tensor([[0.7], [1.3]]).expand(2, 3)[keep][:, None].double()
+    states, weight, bias = (draw(*size).requires_grad_() for size in ((4, 2), (9, 2), (9,)))
+    theirs, up = (draw(4, 2), draw(rows, 2)), draw(3, 4)
+
+    def logits(states, weight, bias=0):
+        out = states @ weight.T + bias
+        return (out if cap is None else cap * (out / cap).tanh()) / warmth
+
+    mine, other = logits(states, weight, bias).log_softmax(-1), logits(*theirs).log_softmax(-1)
+    size = min(9, rows)
+    plain = (
+        mine.gather(-1, ids[keep][:, None]).squeeze(-1),
+        -(mine.exp() * mine).sum(-1),
+        (mine.exp() * mine)[:, :size].sum(-1) - (mine.exp()[:, :size] * other[:, :size]).sum(-1),
+    )
+    at = {"temperature": torch.tensor([0.7, 1.3], dtype=torch.float64)}
+    reference = TokenDistribution(Head(theirs[1], None, cap), theirs[0], keep, **at)
+    dist = TokenDistribution(Head(weight, bias, cap), states, keep, **at)
+    found = dist.scores(ids, learn=True, reference=reference)
+    for i, values in enumerate((found.log_probs, found.entropy, found.full_kl)):
+        for wanted, got in ((plain[i], values[keep]),):
+            torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-6)
+        grads = [
+            torch.autograd.grad((up[i] * x).sum(), (states, weight, bias), retain_graph=True)
+            for x in (plain[i], values[keep])
+        ]
+        for wanted, got in zip(*grads, strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-6)
+
+
 def test_a_distribution_over_no_token_says_nothing():
     ids = torch.tensor([[5, 6, 7]])
     dist = TokenDistribution(Head(torch.randn(9, 8), None, None), torch.zeros(0, 8), ids > 9)

@@ -163,7 +163,7 @@ def test_rows_weigh_alike_in_a_short_last_chunk_and_one_right_sample_solves_a_ro
         "eval/greedy_accuracy": 2 / 4,  # then of the 4 greedy ones 9 and 12
         "eval/reward": sum(map(len, texts)) / 4,
     }
-    assert shares == [0, 6 / 12, 8 / 12, 11 / 12]
+    assert shares == [0, 6 / 12, 8 / 12]
     assert [r["prompt"] for r in records] == texts
     assert {(r["kind"], r["iteration"], r["kl"]) for r in records} == {("after", 5, None)}
 

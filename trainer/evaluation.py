@@ -114,7 +114,7 @@ class Evaluate:
             env = self.env.regrouped(size)  # transforms as they are now; their copies change alone
             sums = dict.fromkeys(("right", "solved", "reward", "rows", "kl", "tokens"), 0.0)
             sums |= {f"{kind} {label}": 0.0 for label in self.labels for kind in ("right", "rows")}
-            for share, part in self._parts():
+            for share, part in self._parts(size):
                 tell((done + size * share) / replies)
                 if kind != "after":  # a run that is trained is finished first
                     self.runtime.check_stop()  # as often on every rank, rows or not
@@ -159,12 +159,16 @@ class Evaluate:
                 sums[f"right{suffix}"] += count
                 sums[f"rows{suffix}"] += counts
 
-    def _parts(self) -> Iterator[tuple[float, list[int]]]:
-        """Yield the share done and this rank's rows of each batch; equally often on every rank."""
+    def _parts(self, samples: int) -> Iterator[tuple[float, list[int]]]:
+        """Yield the share done and this rank's rows of each batch; equally often on every rank.
+
+        The plan with the fewest samples gets the more rows, so that all batches are of one size.
+        """
+        chunk = self.chunk * max(env.group_size for _, env, _ in self.plans) // samples
         mine = list(range(len(self.rows)))[self.runtime.rank :: self.runtime.ranks]
         most = math.ceil(len(self.rows) / self.runtime.ranks)
-        for start in range(0, most, self.chunk):
-            yield start / most, mine[start : start + self.chunk]
+        for start in range(0, most, chunk):
+            yield start / most, mine[start : start + chunk]
 
     def _prompts(self, index: list[int]) -> TensorDict:
         place = torch.tensor(index)

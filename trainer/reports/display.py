@@ -266,7 +266,8 @@ def show_run(runtime: Any, total: int) -> Display:
     run = load_run(folder)
     origin, sha = (dig(run.status, "model", key) or "?" for key in ("origin", "sha256"))
     name, kept = dig(run.config, "policy", "model"), run.config.get("kept_in")
-    header: dict[str, str | Path] = {"model": f"{name} ({origin}, sha256 {sha[:12]})"}
+    products = ", bfloat16 products" if "bfloat16" in run.status.get("products", "") else ""
+    header: dict[str, str | Path] = {"model": f"{name} ({origin}, sha256 {sha[:12]}{products})"}
     if runtime.ranks == 1 and "ACCELERATE_MIXED_PRECISION" in os.environ:  # by accelerate launch
         header["ranks"] = "1 rank; for two: python train.py ... launch.num_processes=2"
     header |= {"kept in": str(kept)} if kept else {"report": folder / _FILES["report"]}

