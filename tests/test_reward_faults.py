@@ -11,8 +11,8 @@ import torch
 from reward_cases import needs_level
 
 from envs.chat_env import ChatEnv
-from envs.rewards import Function, InProcess, Judge, Rewarded, RewardModel, TRLFunction
-from envs.rewards.validate import rewards_of, try_reward
+from envs.rewards import Function, Judge, Rewarded, RewardModel, SubprocessReward, TRLFunction
+from envs.rewards.validate import compute_rewards, try_reward
 from envs.tasks import SortDigits
 from envs.tasks.mix import Mix
 from envs.tasks.task import Reply, Reward, Task, assistant, user
@@ -83,11 +83,11 @@ def test_a_plain_number_is_a_reward_without_parts(wrap, value):
 def test_an_error_names_the_file_and_line_of_the_user_and_where_the_cells_are():
     for do, error in ((of_level, KeyError), (divide, ZeroDivisionError)):
         with pytest.raises(error) as caught:
-            rewards_of(Plain(do), [ROW] * 2, REPLIES)
+            compute_rewards(Plain(do), [ROW] * 2, REPLIES)
         text = headline(caught.value)
         assert f"(in the reward of Plain, {line_of(do)}" in text
         assert ('row["columns"]: level' in text) is (do is of_level)
-    for function in (Function(needs_level), InProcess(needs_level, timeout=60, processes=1)):
+    for function in (Function(needs_level), SubprocessReward(needs_level, timeout=60, processes=1)):
         with pytest.raises(RuntimeError, match="reward own: KeyError: 'level'") as caught:
             Rewarded(Plain(), {"own": function}).rewards([ROW] * 2, REPLIES)
         assert line_of(needs_level) in headline(caught.value)
@@ -208,7 +208,7 @@ def test_none_is_left_out_of_the_sum_and_a_reply_that_nobody_judges_is_dropped()
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_child_that_a_reward_forks_goes_no_further_than_the_reward():
     children = []
-    assert rewards_of(Plain(lambda row: children.append(os.fork()) or 0.5), [ROW], REPLIES[:1])
+    assert compute_rewards(Plain(lambda row: children.append(os.fork()) or 0.5), [ROW], REPLIES[:1])
     assert os.waitpid(children[0], 0)[1] == 0
 
 

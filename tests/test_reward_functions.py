@@ -18,7 +18,7 @@ from reward_cases import behave
 from runs import ROOT, environment
 
 from envs.chat_env import ChatEnv
-from envs.rewards import Function, InProcess, Judge, Rewarded, RewardFunction
+from envs.rewards import Function, Judge, Rewarded, RewardFunction, SubprocessReward
 from envs.rewards.workers import Workers
 from envs.tasks import Reply, SortDigits
 from trainer.collect import collect
@@ -76,7 +76,7 @@ def test_async_functions_run_together_so_many_at_once_and_each_has_its_own_time(
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Function(behave, timeout=3), "InProcess"),
+        (lambda: Function(behave, timeout=3), "SubprocessReward"),
         (lambda: Judge("localhost:8000", "m"), "url"),
         (lambda: Judge("http://localhost", "m", prompt="Good?"), "prompt"),
         (lambda: Rewarded(SortDigits(num_rows=1), {"a": behave}), r"env\.rewards\.a"),
@@ -88,7 +88,8 @@ def test_wrong_settings_are_named(make, says):
 
 
 def test_worker_that_hangs_crashes_or_leaves_is_replaced_and_costs_its_reply_alone(tmp_path):
-    function = InProcess(functools.partial(behave, folder=str(tmp_path)), timeout=2, processes=2)
+    behaving = functools.partial(behave, folder=str(tmp_path))
+    function = SubprocessReward(behaving, timeout=2, processes=2)
     want = {
         "1": 1, "crash": "RuntimeError", "2": 2, "exit": "RuntimeError", "no": "ValueError",
         "odd": "RuntimeError", "spawn": "TimeoutError", "3": 3,
@@ -112,7 +113,7 @@ def test_workers_are_few_live_on_and_end_with_their_owner():
         assert [isinstance(value, Exception) for value in unsent] == [True, False]
     assert all(map(gone, pids))
     with pytest.raises(RuntimeError, match=r"no worker for .*pickle"):
-        judged(InProcess(lambda row, reply: 1.0), "a")
+        judged(SubprocessReward(lambda row, reply: 1.0), "a")
 
 
 def test_workers_of_a_killed_owner_end_also_when_they_hang():
