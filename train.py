@@ -37,10 +37,10 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
         task = parts.make_task(cfg.env)
         # A fault in the data or in a user's reward is found before a model is loaded.
-        if cfg.allow_targets or "envs.rewards.Given" in str(cfg.env.rewards):
+        if cfg.allow_targets or "envs.rewards.Registered" in str(cfg.env.rewards):
             parts.find_target("envs.rewards.validate.try_reward")(task)
         policy = runtime.load(lambda **at: parts.make_policy(cfg.policy, **at))
-        runtime.write_status(model=policy.found.about(), products=str(policy.scorer.autocast))
+        runtime.write_status(model=policy.files.about(), products=str(policy.scorer.autocast))
         leash = parts.make_leash(cfg)
         reference = parts.make_reference(cfg, policy)
         if critic := algorithm.get("critic"):

@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.measure import MIB
 from policies.load import load_policy, load_reference
 from policies.models import EMBEDDED
-from policies.sharding import held_bytes
+from policies.sharding import local_bytes
 from trainer.modes.preflight.play import restart_peak
 from trainer.objectives import SFTObjective
 from trainer.optimizer import make_optimizer
@@ -81,8 +81,8 @@ def measure(args: argparse.Namespace) -> None:
         highest = peak(runtime.device) - start
         gc.collect()
         after = restart_peak(runtime.device) - start
-        size = held_bytes
-        with policy.scorer.placement.whole():
+        size = local_bytes
+        with policy.scorer.placement.gather():
             pass
         gathered = peak(runtime.device) - start
         parts = {

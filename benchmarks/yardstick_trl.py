@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from conf.build import make_task
-from envs.rewards.validate import rewards_of
+from envs.rewards.validate import compute_rewards
 from envs.tasks.task import Reply, Row, Task
 from trainer.optimizer import make_schedule
 from trainer.sources import picks
@@ -135,7 +135,7 @@ def reward_of(
             Reply(said[0]["content"], bool(ids) and ids[-1] in stops, [*prompt, *said])
             for prompt, said, ids in zip(prompts, completions, completion_ids, strict=True)
         ]
-        return [given.total for given in rewards_of(task, [rows[i] for i in row], replies)]
+        return [given.total for given in compute_rewards(task, [rows[i] for i in row], replies)]
 
     return reward
 

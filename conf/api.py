@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from conf.compose import compose, compose_checked, compose_experiment, write_defaults
-from envs.rewards.trl_function import hold
+from envs.rewards.trl_function import register
 from policies.cache import write_text
 from trainer.early_stopping import Stopped
 from trainer.reports.formats import leaves
@@ -60,8 +60,8 @@ def train(
         words.append("env=prompts")
     words += _words(overrides)
     for name, function in named.items():
-        hold(name, function)
-        words.append(f'+env.rewards.{name}={{_target_: envs.rewards.Given, name: "{name}"}}')
+        register(name, function)
+        words.append(f'+env.rewards.{name}={{_target_: envs.rewards.Registered, name: "{name}"}}')
     unique_folder.cache_clear()  # another call, another folder
     # Absolute: a reward may go elsewhere.
     folder = Path(compose(words, with_hydra=True).hydra.run.dir).absolute()

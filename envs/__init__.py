@@ -1,6 +1,6 @@
-"""Chats as environments, their tasks and transforms: the middle layer. It imports only policies.
+"""Chat environments, their tasks and transforms: the middle layer. It imports only policies.
 
-Names load on first use (PEP 562), so that importing the package costs no torch.
+Names load on first use (PEP 562), so that importing the package does not import torch.
 """
 
 from typing import TYPE_CHECKING

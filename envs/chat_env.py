@@ -1,9 +1,9 @@
 """A chat as an environment: the prompt is the observation, the reply is the action.
 
-P prompts are repeated G times in a row into B = P*G chats. A task says what the rows are, what a
-reply earns and what comes next; without a task the env only keeps the conversation, and transforms
-(rewards, tools, step limits) do the rest. `DatasetChatEnv` takes its prompts from a data set.
-Left out on purpose: data loading in a Ray actor, and primers (the rows say what there is).
+P prompts are repeated G times in a row into B = P*G chats. A task defines the rows, the rewards
+and the next messages; without a task the env only keeps the conversation, and transforms (rewards,
+tools, step limits) do the rest. `DatasetChatEnv` takes its prompts from a data set.
+Left out on purpose: data loading in a Ray actor, and primers (the rows define the data).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from envs.chat_io import (
 )
 from envs.data import is_file, load_table
 from envs.env import EnvBase, TransformedEnv
-from envs.rewards.validate import rewards_of
+from envs.rewards.validate import compute_rewards
 from envs.tasks.task import Reply, Reward, Task
 from envs.transforms.tokenizer import IncrementalTokenizer
 from envs.transforms.transform import Compose
@@ -43,19 +43,19 @@ from policies.specs import Composite, NonTensor, Unbounded
 
 
 class ChatEnv(EnvBase):
-    """A single- or multi-turn chat, over a task or over any texts.
+    """A single- or multi-turn chat, with or without a task.
 
     `reset` reads `row` [P] (dicts with "messages") or `data_key` [P] (texts, lists of messages or
     histories) and writes `history.prompt`, in the other input modes also `tokens.prompt`, in text
-    mode `text.prompt` too, and `group_id`, `turn` [B]; other entries of its input are kept from
-    turn to turn. `step` reads the action, `history.full`, `text.full` or `tokens.full` [B], and
+    mode `text.prompt` too, and `group_id`, `turn` [B]; other entries of its input stay from turn
+    to turn. `step` reads the action, `history.full`, `text.full` or `tokens.full` [B], and
     writes under "next": `reward` [B, 1], `reward_part.*`, `reward_errors`, `dropped`, `success`,
     `terminated`, `truncated`, `done` [B, 1] and the next turn's prompt.
 
-    `batch_size`: (B,), checked, and an unbatched query is repeated to it; None takes what comes.
+    `batch_size`: (B,), checked, and an unbatched query is repeated to it; None accepts any size.
     `max_turns`: default 1 with a task; without a task None never ends an episode.
     `template_kwargs`: chat_template or chat_template_name, for the text and tokens modes.
-    `with_tokenizer=True` gives the env with an `IncrementalTokenizer`.
+    `with_tokenizer=True` returns the env with an `IncrementalTokenizer`.
 
     >>> env = ChatEnv(batch_size=(1,), system_prompt="Be brief.")
     >>> td = env.reset(TensorDict({"query": "Hello?"}, batch_size=(1,)))
@@ -100,29 +100,29 @@ class ChatEnv(EnvBase):
         self.renderer = None
         if tokenizer is not None or template_kwargs or input_mode != "history":
             self.renderer = make_renderer(tokenizer, template_kwargs, input_mode)
-        self._parts: list[str] | None = None  # names of the reward parts, from the first reply on
-        self._kept: list[str] = []  # entries that go on from turn to turn, from the last reset
+        self._parts: list[str] | None = None  # names of the reward parts, once known
+        self._carried: list[str] = []  # entries of the last reset, copied from turn to turn
 
     @classmethod
     def with_tokenizer(cls, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the env behind an `IncrementalTokenizer`, which keeps tokens.prompt up to date."""
+        """Return the env with an `IncrementalTokenizer`, which keeps tokens.prompt up to date."""
         template = (kwargs.get("template_kwargs") or {}).get("chat_template")
         env = cls(*args, tokenizer=tokenizer, **kwargs)
         return env.append_transform(IncrementalTokenizer(tokenizer, chat_template=template))
 
     @classmethod
     def from_dataloader(cls, dataloader: Any, **kwargs: Any) -> Any:
-        """Return a `DatasetChatEnv` over a dataloader; arguments as there."""
+        """Return `DatasetChatEnv.from_dataloader` with these arguments."""
         return DatasetChatEnv.from_dataloader(dataloader, **kwargs)
 
-    def regrouped(self, group_size: int) -> ChatEnv:
-        """Return the same environment, with so many samples of each prompt and any batch size."""
+    def with_group_size(self, group_size: int) -> ChatEnv:
+        """Return a copy with `group_size` samples per prompt and any batch size."""
         env = copy(self)
         env.group_size, env.batch_size = group_size, _batch_size(None, group_size)
         return env
 
     def messages(self, row: dict) -> list[dict]:
-        """Return the prompt of a row, the system prompt in front where there is none yet."""
+        """Return the prompt of a row, with the system prompt in front unless it has one."""
         messages = list(row["messages"])
         if self.system_prompt is not None and messages[0]["role"] != self.system_role:
             messages.insert(0, {"role": self.system_role, "content": self.system_prompt})
@@ -152,21 +152,21 @@ class ChatEnv(EnvBase):
             td.set("stream", fold(tensordict.get("stream")[owner], sample))
         if self.task is not None:
             td.set("row", NonTensorStack(*[NonTensorData(rows[i]) for i in owner.tolist()]))
-        self._kept = list(td.keys())
+        self._carried = list(td.keys())
         td.set("turn", torch.zeros(size * times, dtype=torch.int64))
-        asked = [self.messages(row) for row in rows]
-        for messages in asked if self.task is not None else ():
+        prompts = [self.messages(row) for row in rows]
+        for messages in prompts if self.task is not None else ():
             if messages[-1]["role"] == self.policy_role:
                 raise ValueError(
                     "expected a prompt that ends in a message to reply to, got the assistant's "
                     f"{messages[-1]['content']!r:.60}"
                 )
-        chats = History.from_chats(asked).unbind(0)
+        chats = History.from_chats(prompts).unbind(0)
         prompt = lazy_stack([chats[i] for i in owner.tolist()])  # samples share their prompt
         return self._placed(write_prompt(td, self.input_mode, self.renderer, prompt))
 
     def _fitted(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return the data with one batch dimension, of P rows where the env has a batch size."""
+        """Return the data with one batch dimension, of P rows if the env has a batch size."""
         prompts = self.batch_size[0] // self.group_size if self.batch_size[0] > 0 else None
         if tensordict.ndim == 0 and prompts is not None:
             return tensordict.expand(prompts)
@@ -180,25 +180,25 @@ class ChatEnv(EnvBase):
     def _rows(self, tensordict: TensorDictBase) -> list[dict]:
         if "row" in tensordict:
             return tensordict.get("row").tolist()
-        found = tensordict.get(self.data_key, None)
-        if found is None:
+        values = tensordict.get(self.data_key, None)
+        if values is None:
             raise RuntimeError(
                 f"reset expected 'row' or {self.data_key!r}, got {sorted(tensordict.keys())}"
             )
-        return [{"messages": chat} for chat in messages_of(found, self.user_role)]
+        return [{"messages": chat} for chat in messages_of(values, self.user_role)]
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Reward the last reply of each chat and ask the task what comes next."""
+        """Reward the last reply of each chat and add the task's next messages."""
         views = (self.input_mode, self.renderer, self.policy_role)
-        full, chats, said = read_action(tensordict, *views)
-        size = len(said)
+        full, chats, parsed = read_action(tensordict, *views)
+        size = len(parsed)
         if self.task is not None and "row" not in tensordict:
             raise ValueError("step expected 'row', as reset and step give it, found none")
         rows = tensordict.get("row").tolist() if self.task is not None else [{}] * size
         turn = tensordict.get("turn", torch.zeros(size, dtype=torch.int64)).cpu() + 1  # [B]
         replies = [
             Reply(text=text, complete=complete, messages=chat)
-            for (text, complete), chat in zip(said, chats, strict=True)
+            for (text, complete), chat in zip(parsed, chats, strict=True)
         ]
         rewards = self._rewards(rows, replies)
         more: list[list[dict]] = [[]] * size
@@ -207,7 +207,7 @@ class ChatEnv(EnvBase):
         ended = torch.tensor([self.task is not None and not m for m in more])
         cut = torch.tensor([not r.complete for r in replies])
         limit = (turn >= (self.max_turns or torch.inf)) & ~ended
-        following = tensordict.select(*self._kept, strict=False).update(self._outcome(rewards))
+        following = tensordict.select(*self._carried, strict=False).update(self._outcome(rewards))
         following.set("terminated", (ended & ~cut).unsqueeze(-1))
         following.set("truncated", ((ended & cut) | limit).unsqueeze(-1))
         following.set("done", (ended | limit).unsqueeze(-1))
@@ -227,7 +227,7 @@ class ChatEnv(EnvBase):
     def _rewards(self, rows: list[dict], replies: list[Reply]) -> Sequence[Reward]:
         if self.task is None:
             return [Reward(total=0.0, parts={}, success=False)] * len(rows)
-        return rewards_of(self.task, rows, replies)
+        return compute_rewards(self.task, rows, replies)
 
     def _outcome(self, rewards: Sequence[Reward]) -> TensorDict:
         """Return reward, its parts, errors and success of one turn, each [B, 1]."""
@@ -250,22 +250,21 @@ class ChatEnv(EnvBase):
 
 
 class DatasetChatEnv(TransformedEnv):
-    """A `ChatEnv` that draws its prompts from a data set, in endless epochs.
+    """A `ChatEnv` with prompts from a data set, in endless epochs.
 
     `dataset`: a .jsonl, .json, .csv or .parquet file, a folder or a hub id (`name`: its subset;
-    `split`, default "train"; a file is one split). `shuffle` draws a new order each epoch, the same
-    for the same `seed`. `collate_fn` gets lists of `batch_size_dl` rows (dicts) and returns rows, a
-    dict of columns or a TensorDict; without one the column "text" becomes "query". `data_key` is
-    the column with the prompt: texts, lists of messages or histories. The other columns stay beside
-    the chat.
+    `split`, default "train"; a file is one split). `shuffle` orders each epoch anew, a function of
+    `seed`. `collate_fn` gets lists of `batch_size_dl` rows (dicts) and returns rows, a dict of
+    columns or a TensorDict; without one the column "text" becomes "query". `data_key` is the column
+    of prompts: texts, lists of messages or histories. The other columns stay in the td.
 
-    A reset gives `num_envs` chats, each prompt `repeats` times in a row. The samples of a prompt
-    never come from two resets: `num_envs` is a multiple of `repeats`, or with `group_repeats` a
-    reset gives num_envs * repeats chats. `group_id` counts the prompts drawn.
+    A reset returns `num_envs` chats, each prompt `repeats` times in a row. All samples of a prompt
+    come from one reset: `num_envs` is a multiple of `repeats`, or with `group_repeats` a reset
+    returns num_envs * repeats chats. `group_id` counts prompts.
     """
 
     SYSTEM_PROMPT: str | None = None
-    RENAMED = ("text", "query")  # "text" is the name of a container here
+    RENAMED = ("text", "query")  # "text" is the key of a container
 
     def __init__(
         self,
@@ -364,11 +363,11 @@ class DatasetChatEnv(TransformedEnv):
         prompt = self.SYSTEM_PROMPT if system_prompt is None else system_prompt
         env = ChatEnv(group_size=times, batch_size=(size,), system_prompt=prompt, **chat)
         super().__init__(env, Compose())
-        self._loader, self._prompts, self._drawn = loader, size // times, 0
+        self._loader, self._prompts, self._num_read = loader, size // times, 0
         self.reset_dataloader()
 
     def reset_dataloader(self) -> DatasetChatEnv:
-        """Start over with the first row; returns the environment."""
+        """Restart at the first row; return the environment."""
         if self._generator is not None:
             self._generator.manual_seed(self._seed)
         self._rows = endless(self._loader)
@@ -376,7 +375,7 @@ class DatasetChatEnv(TransformedEnv):
 
     @property
     def output_spec(self) -> Composite:
-        """Return the specs of what comes out; the columns of the data are observations."""
+        """Return the specs of outputs; the columns of the data are observations."""
         spec = super().output_spec
         observed, row = spec["full_observation_spec"], self._peek()
         for name, value in row.items():
@@ -388,13 +387,13 @@ class DatasetChatEnv(TransformedEnv):
 
     @property
     def input_spec(self) -> Composite:
-        """Return the specs of what is read: the action; a reset needs nothing."""
+        """Return the specs of inputs: the action; a reset needs nothing."""
         spec = super().input_spec
         spec["full_state_spec"] = Composite(shape=spec["full_state_spec"].shape)
         return spec
 
     def _peek(self) -> dict[str, Any]:
-        """Return the next row, which stays the next one."""
+        """Return the next row without consuming it."""
         row = next(self._rows)
         self._rows = chain([row], self._rows)
         return row
@@ -410,8 +409,8 @@ class DatasetChatEnv(TransformedEnv):
         td = TensorDict(batch_size=[len(rows)])
         for name in rows[0]:
             td.set(name, _stacked([row[name] for row in rows]))
-        td.set("group_id", torch.arange(self._drawn, self._drawn + len(rows)))
-        self._drawn += len(rows)
+        td.set("group_id", torch.arange(self._num_read, self._num_read + len(rows)))
+        self._num_read += len(rows)
         return td
 
     def _collate(self, rows: list[dict]) -> list[dict]:
@@ -458,7 +457,7 @@ def endless(loader: Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _rows(item: Any) -> list[dict[str, Any]]:
-    """Return the rows of what a dataloader gives: a TensorDict, a dict, or a list of dicts."""
+    """Return the rows of a dataloader's item: a TensorDict, a dict, or a list of dicts."""
     if isinstance(item, TensorDictBase):
         parts = [item] if item.ndim == 0 else item.unbind(0)
         return [{name: part[name] for name in part.keys()} for part in parts]  # noqa: SIM118

@@ -1,9 +1,9 @@
-"""A chat as messages, text or tokens: what an env writes for a prompt, and how it reads a reply.
+"""Write prompts and read replies of an env as messages, text or tokens.
 
-The messages are the truth in every input mode; texts and ids stand beside them. What is generated
-from are ids in which only the template opens or closes a turn, whatever contents hold: a text alone
-cannot tell its markup from a content's, so in text mode too its ids stand beside it.
-Left out on purpose: replies that call tools in fields of their own (tool_calls).
+Messages are authoritative in every input mode; texts and ids accompany them. Generation uses ids in
+which only the template opens or closes a turn. A text cannot tell the template's markup from that
+of a content, so text mode stores ids as well.
+Left out on purpose: replies that call tools in separate fields (tool_calls).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from policies.padding import attended, is_ragged, rows
 from policies.specs import Composite, NonTensor, Unbounded
 
 MODES = ("history", "text", "tokens")
-POLICY_KEYS = (*MODES, "masks", "log_probs")  # what a policy writes, new in every turn
+POLICY_KEYS = (*MODES, "masks", "log_probs")  # written by a policy in every turn
 
 CONTAINERS = {"history": ChatHistory, "text": Text, "tokens": Tokens}
 
 Chat = list[dict[str, Any]]
-Said = tuple[str, bool]  # the text of a reply, and whether it ended by its own end-of-turn token
+ParsedReply = tuple[str, bool]  # text of a reply, and whether its end-of-turn token ended it
 
 
 def write_prompt(
@@ -37,7 +37,7 @@ def write_prompt(
     history: History,
     ids: list[Tensor] | None = None,
 ) -> TensorDictBase:
-    """Write the next prompt into td: messages, in the other modes also its ids and text [B]."""
+    """Write the next prompt into td: messages, in other modes also ids and text [B]."""
     td.set("history", ChatHistory(prompt=history, batch_size=td.batch_size))
     if mode == "text":
         texts = history.apply_chat_template(tokenizer=renderer, add_generation_prompt=True)
@@ -50,46 +50,46 @@ def write_prompt(
 
 
 def render_prompt(renderer: Renderer, chat: Chat) -> Tensor:
-    """Return the ids of a chat that the policy is to go on with."""
+    """Return the ids of a chat with a generation prompt."""
     return torch.tensor(renderer.render(chat, add_generation_prompt=True).ids)
 
 
 def read_action(
     td: TensorDictBase, mode: str, renderer: Any, role: str
-) -> tuple[History, list[Chat], list[Said]]:
-    """Return the chats with their replies, as a history and as messages, and the replies."""
+) -> tuple[History, list[Chat], list[ParsedReply]]:
+    """Return the chats with their replies as a history and as messages, and the replies."""
     if mode == "history":
         full = read_history(td, ("history", "full"))
         chats = full.chats()
         pairs = zip(chats, full.get("is_complete"), strict=True)
         return full, chats, [(chat[-1]["content"], bool(flags[-1])) for chat, flags in pairs]
-    said = read_replies(td, mode, renderer)
+    parsed = read_replies(td, mode, renderer)
     prompt = td.get(("history", "prompt"), None)
     if prompt is None:
         raise ValueError("step expected history.prompt, as reset and step give it, found none")
-    replies = [[{"role": role, "content": text, "is_complete": end}] for text, end in said]
+    replies = [[{"role": role, "content": text, "is_complete": end}] for text, end in parsed]
     full = prompt.extend(History.from_chats(replies), inplace=False, dim=-1)
-    return full, full.chats(), said
+    return full, full.chats(), parsed
 
 
-def read_replies(td: TensorDictBase, mode: str, renderer: Any) -> list[Said]:
-    """Return what the replies in an action say, the prompts left out."""
+def read_replies(td: TensorDictBase, mode: str, renderer: Any) -> list[ParsedReply]:
+    """Return the replies in an action, without prompts."""
     if mode == "history":
         return read_action(td, mode, renderer, "")[2]
-    return said_in_text(td, renderer) if mode == "text" else said_in_tokens(td, renderer)
+    return read_text_replies(td, renderer) if mode == "text" else read_token_replies(td, renderer)
 
 
 def read_history(td: TensorDictBase, key: tuple[str, ...]) -> History:
-    """Return the history at a key (container, field); a bare History as the container is one."""
+    """Return the history at a key (container, field); the container may be a bare History."""
     owner = td.get(key[:-1], None)
-    found = owner if isinstance(owner, History) else td.get(key, None)
-    if found is None:
+    history = owner if isinstance(owner, History) else td.get(key, None)
+    if history is None:
         raise ValueError(f"step expected {'.'.join(key)}, found none; let a policy write it")
-    return found
+    return history
 
 
 def change_chats(td: TensorDictBase, changes: dict[int, Callable[[Chat], Chat]]) -> None:
-    """Change the next prompt of some rows; ids of the prompt as it was are dropped."""
+    """Change the next prompt of some rows and drop the ids of the old prompts."""
     if not changes:
         return
     chats = list(td.get(("history", "prompt")).unbind(0))
@@ -100,7 +100,7 @@ def change_chats(td: TensorDictBase, changes: dict[int, Callable[[Chat], Chat]])
 
 
 def chat_specs(shape: torch.Size, mode: str, source: str, parts: list[str]) -> dict[str, Composite]:
-    """Return the specs of a ChatEnv: `source` is what reset reads, `parts` those of the reward."""
+    """Return the specs of a ChatEnv; reset reads `source`, `parts` are the reward's."""
     number = Unbounded(shape, dtype=torch.int64)
     names = ("history", mode, "tokens") if mode == "text" else ("history", mode)
     seen = {name: _container(name, "prompt", shape) for name in names}
@@ -111,7 +111,7 @@ def chat_specs(shape: torch.Size, mode: str, source: str, parts: list[str]) -> d
         rewards["reward_part"] = Composite(dict.fromkeys(parts, value), shape=shape)
     flags = dict.fromkeys(("terminated", "truncated", "done"), flag)
     example = {"messages": [{"role": "user", "content": "a string"}]}
-    asked = NonTensor(shape, example_data=example if source == "row" else "a string")
+    source_spec = NonTensor(shape, example_data=example if source == "row" else "a string")
     return {
         "full_observation_spec": Composite(
             {**seen, "group_id": number, "turn": number}, shape=shape
@@ -119,7 +119,7 @@ def chat_specs(shape: torch.Size, mode: str, source: str, parts: list[str]) -> d
         "full_reward_spec": Composite(rewards, shape=shape),
         "full_done_spec": Composite(flags, shape=shape),
         "full_action_spec": Composite({mode: _container(mode, "full", shape)}, shape=shape),
-        "full_state_spec": Composite({source: asked}, shape=shape),
+        "full_state_spec": Composite({source: source_spec}, shape=shape),
     }
 
 
@@ -131,7 +131,7 @@ def _container(mode: str, field: str, shape: torch.Size) -> Composite:
 
 
 def make_renderer(tokenizer: Any, template_kwargs: dict[str, Any] | None, mode: str) -> Any:
-    """Return a renderer of the tokenizer's template, or of the one that template_kwargs names.
+    """Return a renderer of the template in template_kwargs, else the tokenizer's.
 
     None without a tokenizer, which the text and tokens modes need.
     """
@@ -171,12 +171,12 @@ def write_action(td: TensorDictBase, mode: str, renderer: Any, role: str) -> Ten
     ids = renderer.tokenizer("a string", add_special_tokens=False)["input_ids"]
     ids = torch.tensor([*ids, min(renderer.stop_ids)])
     if mode == "text":
-        said = renderer.tokenizer.decode(ids)
-        td["text"].full = [prompt + said for prompt in _texts(td, "prompt") or []]
+        reply = renderer.tokenizer.decode(ids)
+        td["text"].full = [prompt + reply for prompt in _texts(td, "prompt") or []]
         return td
     prompts = rows(td, ("tokens", "prompt")) or []
-    whole = [Tokens(prompt=p, full=torch.cat([p, ids])) for p in prompts]
-    return td.set("tokens", lazy_stack(whole))
+    tokens = [Tokens(prompt=p, full=torch.cat([p, ids])) for p in prompts]
+    return td.set("tokens", lazy_stack(tokens))
 
 
 def write_ids(td: TensorDictBase, key: tuple[str, ...], ids: Sequence[Tensor]) -> None:
@@ -188,8 +188,8 @@ def write_ids(td: TensorDictBase, key: tuple[str, ...], ids: Sequence[Tensor]) -
 def next_ids(renderer: Renderer, ids: Tensor, before: list[dict], after: list[dict]) -> Tensor:
     """Return the ids of the chat `after`, keeping the sampled `ids` [t] of the chat `before`.
 
-    The turn is closed, new messages and the generation prompt are added. A chat that does not go
-    on from `before` (somebody edited a turn) is rendered anew.
+    Closes the turn, adds new messages and the generation prompt. A chat that does not continue
+    `before` (a turn was edited) is rendered from scratch.
     """
     if after[: len(before)] != before:
         return render_prompt(renderer, after)
@@ -205,8 +205,8 @@ def full_ids(td: TensorDictBase, owner: tuple[str, ...] = ("tokens",)) -> list[T
     return attended(ids, rows(td, ("masks", "all_attention_mask")), ragged=ragged)
 
 
-def said_in_tokens(td: TensorDictBase, renderer: Renderer) -> list[Said]:
-    """Return what the ids of each reply say; its own end-of-turn token ends it."""
+def read_token_replies(td: TensorDictBase, renderer: Renderer) -> list[ParsedReply]:
+    """Decode the ids of each reply; its end-of-turn token marks it complete."""
     sampled = rows(td, ("masks", "all_response_mask"))
     if sampled is None:
         replies = _after_prompt(td)
@@ -222,8 +222,8 @@ def said_in_tokens(td: TensorDictBase, renderer: Renderer) -> list[Said]:
 
 
 def _after_prompt(td: TensorDictBase) -> list[Tensor]:
-    """Return the ids that follow the prompt; a padded prompt takes its whole width."""
-    full_ids(td)  # says what is missing
+    """Return the ids after the prompt; a padded prompt takes its full width."""
+    full_ids(td)  # raises if ids are missing
     full, prompt = rows(td, ("tokens", "full")) or [], rows(td, ("tokens", "prompt"))
     if prompt is None:
         raise ValueError("step expected tokens.prompt beside tokens.full, found none")
@@ -233,8 +233,8 @@ def _after_prompt(td: TensorDictBase) -> list[Tensor]:
     return [row[len(p) :][mask[len(p) :].bool()] for row, p, mask in triples]
 
 
-def said_in_text(td: TensorDictBase, renderer: Renderer) -> list[Said]:
-    """Return what each text.full adds to its text.prompt; an end-of-turn token ends it."""
+def read_text_replies(td: TensorDictBase, renderer: Renderer) -> list[ParsedReply]:
+    """Return the part of text.full after text.prompt; an end-of-turn token marks it complete."""
     prompts, texts = _texts(td, "prompt"), _texts(td, "full")
     if texts is None or prompts is None:
         raise ValueError("step expected text.prompt and text.full, found none")

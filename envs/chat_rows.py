@@ -1,4 +1,4 @@
-"""Chats of a data set: the prompt of each row, its right reply, and what is held out."""
+"""Load the chats of a data set: prompts, right replies, and the held-out rows."""
 
 import json
 import random
@@ -8,9 +8,9 @@ from typing import Any
 
 from envs.data import KINDS, LazyRows, Table, is_file, load_table
 
-ELSEWHERE = {"question": ("prompt",), "answer": ("completion", "chosen")}  # what TRL calls them
+ELSEWHERE = {"question": ("prompt",), "answer": ("completion", "chosen")}  # TRL's names
 BARE = "; bare texts are prompts: env=prompts env.columns.question=text, with a reward"
-EVAL_SHARE, EVAL_ROWS = 0.1, 200  # what is split off where there is no eval data, at most
+EVAL_SHARE, EVAL_ROWS = 0.1, 200  # size of the split without eval data, at most
 
 
 def load_chats(
@@ -28,10 +28,10 @@ def load_chats(
     A row has "messages" (the prompt), "answer" (the last reply), "index", and "columns": all its
     cells by column name, None where the file has none.
 
-    A column `messages` is used where there is one, else `question` and `answer`, each a text or
-    messages (then "question" has the cell as it is); `columns` renames any of the three, and where
-    there is no such column TRL's prompt and completion (or chosen) are taken. Without `answers` an
-    answer is read only if `columns` names it. Eval rows: `eval_dataset`, else `eval_split` of a hub
+    Uses the column `messages` if it exists, else `question` and `answer`, each a text or messages
+    ("question" then has the unchanged cell), else TRL's prompt and completion (or chosen);
+    `columns` renames the first three. Without `answers` an answer is read only if `columns` names
+    it. Eval rows: `eval_dataset`, else `eval_split` of a hub
     data set, else a seeded tenth of the data (`split_off`); a file has no splits.
     """
     if not dataset:
@@ -43,10 +43,10 @@ def load_chats(
     tables = {"train": load_table(dataset, split=split)}
     if eval_dataset or (eval_split and not is_file(dataset)):
         tables["eval"] = load_table(eval_dataset or dataset, split=eval_split or split)
-    found = {name: _chats(table, names, answers) for name, table in tables.items()}
-    if "eval" in found:
-        return found
-    rows = found["train"]
+    chats = {name: _chats(table, names, answers) for name, table in tables.items()}
+    if "eval" in chats:
+        return chats
+    rows = chats["train"]
     parts = split_off((json.dumps(row["messages"]) for row in rows), seed=seed)
     listed = isinstance(rows, list)
     splits = ([rows[i] for i in p] if listed else LazyRows(rows.__getitem__, p) for p in parts)
@@ -55,8 +55,8 @@ def load_chats(
 
 def _chats(table: Table, names: Mapping[str, str], answers: bool) -> Sequence[dict[str, Any]]:
     """Return prompt and answer of each row of a table."""
-    column, asked = names.get("messages", "messages"), "answer" in names
-    by_question = "question" in names or asked
+    column, wants_answer = names.get("messages", "messages"), "answer" in names
+    by_question = "question" in names or wants_answer
     if "messages" in names or (column in table.columns and not by_question):
         table.require("messages", column)
         return table.each(lambda index: _chat(table, index, column))
@@ -65,7 +65,7 @@ def _chats(table: Table, names: Mapping[str, str], answers: bool) -> Sequence[di
         "question", names.get("question", "question"), BARE * (table.columns == ["text"])
     )
     answer = None
-    if answers or asked:
+    if answers or wants_answer:
         alone = f"; without answers: env=prompts env.columns.question={question}, with a reward"
         answer = table.require("answer", names.get("answer", "answer"), alone)
 
@@ -81,7 +81,7 @@ def _chats(table: Table, names: Mapping[str, str], answers: bool) -> Sequence[di
 
 
 def _of_trl(table: Table) -> dict[str, str]:
-    """Return the columns of a table that TRL calls otherwise, by what they are called here."""
+    """Return TRL's columns of a table, by leash's names."""
     return {
         name: next(other for other in others if other in table.columns)
         for name, others in ELSEWHERE.items()
@@ -90,7 +90,7 @@ def _of_trl(table: Table) -> dict[str, str]:
 
 
 def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
-    """Return prompt and answer of a row that holds a whole chat."""
+    """Return prompt and answer of a row that holds a full chat."""
     messages = table.messages(index, column)
     last = messages[-1]
     if last["role"] != "assistant" or not last["content"].strip() or len(messages) < 2:
@@ -105,7 +105,7 @@ def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
 
 
 def split_off(prompts: Iterable[str], *, seed: int = 0) -> tuple[list[int], list[int]]:
-    """Return the indices of the train and of the eval rows, where no eval data is given.
+    """Return the indices of train and eval rows for data without an eval split.
 
     A tenth of the distinct prompts, at most 200, goes to eval; equal prompts stay together.
 

@@ -1,9 +1,9 @@
-"""Data sets: files, folders and the hub, read by `datasets` into tables with checked cells.
+"""Load data sets from files, folders and the hub by `datasets` into tables with checked cells.
 
 A data set is a path (.jsonl, .json, .csv, each also with .gz, or .parquet; a pattern joins files),
 a folder of such files or a hub id, "openai/gsm8k:main" with a subset. An error names row, column,
-what was expected and got. Small data sets are lists; above `LARGE` bytes the rows stay in the
-memory-mapped cache of `datasets`. Chats are made of tables in chat_rows.py.
+the expected and the actual value. Small data sets are lists; above `LARGE` bytes the rows stay in
+the memory-mapped cache of `datasets`. chat_rows.py turns tables into chats.
 """
 
 import csv
@@ -21,13 +21,13 @@ Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name, name, either with a :subset
-LARGE = 32 << 20  # bytes of a data set; smaller ones are held in memory
+LARGE = 32 << 20  # bytes of a data set; smaller ones stay in memory
 EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # any dot in a bare word, or .txt
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # the reader
 
 
 class LazyRows(Sequence[Any]):
-    """What `make` gives for each of `items`, made when it is asked for.
+    """The results of `make` for each of `items`, computed on access.
 
     >>> LazyRows(str, range(3))[1:][0]
     '1'
@@ -37,7 +37,7 @@ class LazyRows(Sequence[Any]):
         self, make: Callable[[Any], Any], items: Sequence[Any], *, listed: bool = True
     ) -> None:
         self.make, self.items = make, items
-        self.listed = listed  # whether all of them may be looked at before a run
+        self.listed = listed  # whether a check may read all rows before a run
 
     def __len__(self) -> int:
         return len(self.items)
@@ -49,13 +49,13 @@ class LazyRows(Sequence[Any]):
 
 
 def map_rows(make: Callable[[Any], Any], items: Sequence[Any]) -> Sequence[Any]:
-    """Return what `make` gives for each item: a list of a list, else made when asked for."""
+    """Apply `make` to each item: a list for a list, else lazily."""
     return [make(item) for item in items] if isinstance(items, list) else LazyRows(make, items)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A data set: its name for errors, its column names, its rows, a list or on disk."""
+    """A data set: name for errors, column names, and rows in a list or on disk."""
 
     name: str
     columns: list[str]
@@ -71,7 +71,7 @@ class Table:
         return column
 
     def each(self, read: Callable[[int], dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """Return what `read` gives for each index; all are read now, and checked by that."""
+        """Apply `read` to each index; every row is read once now, which checks it."""
         indices = range(len(self.rows))
         if isinstance(self.rows, list):
             return [read(index) for index in indices]
@@ -80,14 +80,14 @@ class Table:
         return LazyRows(read, indices)
 
     def text(self, index: int, column: str) -> str:
-        """Return a cell that has to be a text with something in it."""
+        """Return a cell that must be a nonempty text."""
         value = self.rows[index].get(column)
         if not isinstance(value, str) or not value.strip():
             raise self.error(index, column, "a text", value)
         return value
 
     def messages(self, index: int, column: str) -> list[Message]:
-        """Return a cell that has to be a chat: dicts with a known role and a text, some user's."""
+        """Return a cell that must be a chat: dicts with a known role and a text."""
         value = self.rows[index].get(column)
         if not isinstance(value, list) or not value:
             raise self.error(index, column, "a list of messages", value)
@@ -102,7 +102,7 @@ class Table:
         return [{"role": m["role"], "content": m["content"]} for m in value]
 
     def turns(self, index: int, column: str, role: str) -> list[Message]:
-        """Return a cell that has to be a text of `role`, or messages of which it says the last."""
+        """Return a cell that must be a text of `role`, or messages that end in one."""
         value = self.rows[index].get(column)
         if role == "assistant" and isinstance(value, (int, float)):  # an answer such as 42
             value = json.dumps(value)
@@ -126,7 +126,7 @@ class Table:
 
 
 def is_file(dataset: str) -> bool:
-    """Return whether a data set is named as a file, not as a hub id or a folder.
+    """Return whether a data set's name is a file, not a hub id or a folder.
 
     >>> is_file("my.txt"), is_file("./rows"), is_file("org/v1.1"), is_file("org/name:part.a")
     (True, True, False, False)
@@ -139,9 +139,9 @@ def is_file(dataset: str) -> bool:
 
 
 def load_table(dataset: str, *, split: str = "train") -> Table:
-    """Return a data set; `split` counts for the hub and folders, a file is one split.
+    """Load a data set; `split` applies to the hub and folders, a file is one split.
 
-    ValueError for what cannot be found or read.
+    ValueError if it is missing or unreadable.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "two.jsonl"
@@ -149,7 +149,7 @@ def load_table(dataset: str, *, split: str = "train") -> Table:
     >>> load_table(str(path)).columns
     ['question', 'answer']
     """
-    import datasets  # a second
+    import datasets  # takes a second
     import huggingface_hub
 
     datasets.disable_progress_bars()
@@ -160,29 +160,29 @@ def load_table(dataset: str, *, split: str = "train") -> Table:
     failures = (OSError, EOFError, ValueError, StopIteration, datasets.exceptions.DatasetsError)
     try:
         if is_file(dataset):
-            found = _load_file(path)
+            data = _load_file(path)
         else:
-            found = datasets.load_dataset(name, name=subset or None, split=split)
+            data = datasets.load_dataset(name, name=subset or None, split=split)
     except failures as error:
         reason = " ".join(str(error.__cause__ or error).split()) or "it is empty"
         raise ValueError(
             f"{dataset}{_broken_line(path)}: cannot be read: {reason:.300}; give a file "
             f"({', '.join(KINDS)}), a folder or a hub id with env.dataset="
         ) from None
-    if not len(found):
+    if not len(data):
         raise ValueError(f"{dataset}: expected at least one row, got an empty data set")
-    small = found.data.nbytes <= LARGE
-    rows = found.to_list() if small else LazyRows(found.__getitem__, range(len(found)))
-    return Table(dataset, found.column_names, rows)
+    small = data.data.nbytes <= LARGE
+    rows = data.to_list() if small else LazyRows(data.__getitem__, range(len(data)))
+    return Table(dataset, data.column_names, rows)
 
 
 def _kind(path: Path) -> str:
-    """Return how the name of a file ends, without .gz."""
+    """Return the suffix of a file name, without .gz."""
     return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
 
 
 def _load_file(path: Path) -> Any:
-    """Return what `datasets` reads of a file; the cells of a .csv stay texts."""
+    """Load a file by `datasets`; the cells of a .csv stay texts."""
     import datasets
 
     if (kind := _kind(path)) not in KINDS:
@@ -197,7 +197,7 @@ def _load_file(path: Path) -> Any:
 
 
 def _broken_line(path: Path) -> str:
-    """Return which line of a .jsonl file cannot be read; "" for other files."""
+    """Return the first unreadable line of a .jsonl file; "" for other files."""
     if _kind(path) != ".jsonl" or not path.is_file():
         return ""
     number = 0

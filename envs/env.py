@@ -1,10 +1,9 @@
-"""Environments over TensorDicts, seen through transforms, and a check of their specs.
+"""Environments over TensorDicts, with transforms and a check of their specs.
 
-`reset(td)` gives the first state; `step(td)` reads the action in td and writes the outcome (reward,
-done, the next state) under "next", so that `td["next"]` is what the policy reads in the next turn.
-A subclass fills `_reset` and `_step`, and `_specs` to say what they read and write.
-Left out on purpose: auto-reset (LLMCollector gives a place to the next chat; trainer collects
-whole chats).
+`reset(td)` returns the first state; `step(td)` reads the action in td and writes the outcome
+(reward, done, the next state) under "next", so that the policy reads `td["next"]` in the next turn.
+A subclass implements `_reset`, `_step` and `_specs`, the specs of their inputs and outputs.
+Left out on purpose: auto-reset (LLMCollector replaces finished chats; trainer collects full chats).
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ INPUTS = ("full_action_spec", "full_state_spec")
 class EnvBase:
     """Common behaviour of environments: subclasses implement `_reset(td)` and `_step(td)`.
 
-    `full_observation_spec`, `full_reward_spec` and `full_done_spec` say what comes out,
-    `full_action_spec` and `full_state_spec` what a step and a reset read.
+    `full_observation_spec`, `full_reward_spec` and `full_done_spec` describe outputs,
+    `full_action_spec` and `full_state_spec` the inputs of a step and a reset.
     """
 
     _collector: ref | None = None
 
     def reset(self, td: TensorDictBase | None = None) -> TensorDictBase:
-        """Return the first state; td may carry the data to start from."""
+        """Return the first state; td may hold the data to start from."""
         return self._reset(td)
 
     def step(self, td: TensorDictBase) -> TensorDictBase:
@@ -54,7 +53,7 @@ class EnvBase:
     ) -> TensorDictBase:
         """Reset, then act and step until an episode of the batch is done; a lazy stack [B, T].
 
-        Without a policy `rand_action` acts. `tensordict` is what reset is given; with
+        Without a policy `rand_action` acts. `tensordict` is the input of reset; with
         auto_reset=False it is the first state. break_when_any_done=False is a ValueError.
         """
         if max_steps < 1 or not break_when_any_done:
@@ -76,15 +75,15 @@ class EnvBase:
 
     @property
     def base_env(self) -> EnvBase:
-        """Return the environment below all transforms."""
+        """Return the environment without its transforms."""
         return self
 
     def append_transform(self, transform: Transform) -> TransformedEnv:
-        """Return this environment seen through one more transform."""
+        """Return this environment with one more transform."""
         return TransformedEnv(self, transform)
 
     def register_collector(self, collector: Any) -> None:
-        """Remember who collects from this environment, by a weak reference."""
+        """Remember the collector of this environment by a weak reference."""
         self._collector = ref(collector)
 
     @property
@@ -94,12 +93,12 @@ class EnvBase:
 
     @property
     def output_spec(self) -> Composite:
-        """Return the specs of what comes out, by their names."""
+        """Return the specs of outputs by name."""
         return _declared(self._specs(), OUTPUTS)
 
     @property
     def input_spec(self) -> Composite:
-        """Return the specs of what is read, by their names."""
+        """Return the specs of inputs by name."""
         return _declared(self._specs(), INPUTS)
 
     full_observation_spec = property(lambda self: self.output_spec["full_observation_spec"])
@@ -109,7 +108,7 @@ class EnvBase:
     full_state_spec = property(lambda self: self.input_spec["full_state_spec"])
 
     def _specs(self) -> dict[str, Composite]:
-        """Return the specs of this environment by name; those left out are empty."""
+        """Return the specs of this environment by name; missing ones are empty."""
         return {}
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
@@ -119,14 +118,14 @@ class EnvBase:
         raise NotImplementedError(f"{type(self).__name__} has no _step(td)")
 
 
-def _declared(own: dict[str, Composite], names: tuple[str, ...]) -> Composite:
-    return Composite({name: own.get(name, Composite()) for name in names})
+def _declared(specs: dict[str, Composite], names: tuple[str, ...]) -> Composite:
+    return Composite({name: specs.get(name, Composite()) for name in names})
 
 
 class TransformedEnv(EnvBase):
-    """Run `transform` on what `env` gives (and its inverse on what `env` is given).
+    """Run `transform` on the outputs of `env` and its inverse on the inputs.
 
-    Attributes that it does not have are those of `env`. Several transforms go in a `Compose`.
+    Missing attributes are read from `env`. Use a `Compose` for several transforms.
     """
 
     def __init__(self, env: EnvBase, transform: Transform) -> None:
@@ -135,11 +134,11 @@ class TransformedEnv(EnvBase):
 
     @property
     def base_env(self) -> EnvBase:
-        """Return the environment below all transforms."""
+        """Return the environment without its transforms."""
         return self.env.base_env
 
     def append_transform(self, transform: Transform) -> TransformedEnv:
-        """Add a transform after the others; returns this environment."""
+        """Add a transform after the others; return this environment."""
         if not isinstance(self.transform, Compose):
             self.transform._hold(None)
             self.transform = Compose(self.transform)
@@ -148,35 +147,35 @@ class TransformedEnv(EnvBase):
         return self
 
     def seen_through(self, transforms: list[Transform]) -> EnvBase:
-        """Return the environment below, behind some of the transforms of this one."""
+        """Return the inner environment with some of this one's transforms."""
         env = self.env
         for transform in transforms:
             env = TransformedEnv(env, transform.unmounted())
         return env
 
-    def regrouped(self, group_size: int) -> TransformedEnv:
-        """Return the same environment and transforms, with so many samples of each prompt."""
-        env = self.env.regrouped(group_size)  # type: ignore[attr-defined]
+    def with_group_size(self, group_size: int) -> TransformedEnv:
+        """Return a copy with the same transforms and `group_size` samples per prompt."""
+        env = self.env.with_group_size(group_size)  # type: ignore[attr-defined]
         for other in self.transform if isinstance(self.transform, Compose) else [self.transform]:
             env = env.append_transform(other.unmounted())
         return env
 
     def rand_action(self, td: TensorDictBase) -> TensorDictBase:
-        """Write some action of the environment below into td, and return td."""
+        """Write some action of the inner environment into td, and return td."""
         return self.env.rand_action(td)
 
     @property
     def output_spec(self) -> Composite:
-        """Return the specs of what comes out, by their names."""
+        """Return the specs of outputs by name."""
         return self.transform.transform_output_spec(self.env.output_spec.clone())
 
     @property
     def input_spec(self) -> Composite:
-        """Return the specs of what is read, by their names."""
+        """Return the specs of inputs by name."""
         return self.transform.transform_input_spec(self.env.input_spec.clone())
 
     def __getattr__(self, name: str) -> Any:
-        # Only public names: copy and pickle look for dunders before `env` is there.
+        # Only public names: copy and pickle look up dunders before `env` is set.
         if name.startswith("_") or name in ("env", "transform"):
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         return getattr(self.env, name)
@@ -195,9 +194,9 @@ def check_env_specs(
     *,
     data: TensorDictBase | None = None,
 ) -> None:
-    """Reset and step once; a ValueError names the first key that its spec does not describe.
+    """Reset and step once; a ValueError names the first key that does not fit its spec.
 
-    `policy` acts, without one `env.rand_action`; `data` is what reset is given, by default an
+    `policy` acts, by default `env.rand_action`; `data` is the input of reset, by default an
     example of `full_state_spec` (None if that is empty).
     """
     out = env.output_spec
@@ -212,27 +211,27 @@ def check_env_specs(
     known = Composite(shape=observed.shape).update(state)
     for name in out:
         known.update(out[name])
-    given = [] if data is None else list(data.keys())  # stays beside the chat
+    data_keys = [] if data is None else list(data.keys())  # they stay in the td
     first_spec = Composite({key: observed[key] for key in first}, shape=observed.shape)
-    _compare("reset", td, first_spec, known, given)
+    _compare("reset", td, first_spec, known, data_keys)
     td = env.step(env.rand_action(td) if policy is None else policy(td))
     written = Composite(shape=observed.shape)
     for name in out:
         written.update(out[name].clone())
-    _compare("step", td.get("next"), written, known, given)
+    _compare("step", td.get("next"), written, known, data_keys)
 
 
 def _compare(
-    where: str, td: TensorDictBase, spec: Composite, known: Composite, given: list
+    where: str, td: TensorDictBase, spec: Composite, known: Composite, data_keys: list
 ) -> None:
     if text := spec.explain(td):
         raise ValueError(f"{where} does not fit the specs of the environment: {text}")
-    if extra := _undeclared(td.exclude(*given), known):
+    if extra := _undeclared(td.exclude(*data_keys), known):
         raise ValueError(f"{where} gives {'.'.join(extra)}, which no spec describes")
 
 
 def _undeclared(td: TensorDictBase, spec: Composite) -> tuple[str, ...]:
-    """Return the path of the first entry that has no spec; fields of containers are theirs."""
+    """Return the path of the first entry without a spec, down to fields of containers."""
     for key in sorted(map(str, td.keys())):
         inner = spec.get(key)
         if inner is None:

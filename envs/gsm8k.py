@@ -12,9 +12,9 @@ from envs.transforms.step_counter import StepCounter
 class GSM8KEnv(DatasetChatEnv):
     """Chats about GSM8K problems, rewarded by `GSM8KRewardParser` unless compute_reward=False.
 
-    The arguments of `DatasetChatEnv`; rows have the columns question and answer, or query and
-    answer. The episode is truncated after `max_steps` replies (None: never) and ends with a right
-    answer; `set_done_if_answer=True` ends it with any, False with none.
+    Takes the arguments of `DatasetChatEnv`; rows have the columns question (or query) and answer.
+    The episode is truncated after `max_steps` replies (None: never) and ends with a right answer;
+    with `set_done_if_answer=True` any answer ends it, with False none.
     """
 
     SYSTEM_PROMPT = (

@@ -1,12 +1,12 @@
-"""Python code in a limited process: one fresh process a run, with a time-out.
+"""Run Python code in a fresh, limited process with a time-out.
 
-What the code cannot do: outlive its run, read the environment, stdin or packages, use more memory,
-processes, file size or output than its limits, or keep files (its folder is removed).
-Where bubblewrap (`bwrap`) works, it sees a read-only system, a private /tmp and /proc, no home and
-no network. Without it the code may use the network, read and write what its user may (root's code
-runs as nobody), and start a session that outlives it. The limit on processes counts all of a user.
-Left out on purpose: names that live on from run to run. Against a determined attacker use a
-container or a virtual machine.
+The code cannot outlive its run, read the environment, stdin or packages, exceed its limits of
+memory, processes, file size and output, or keep files (its folder is removed).
+With bubblewrap (`bwrap`) it sees a read-only system, a private /tmp and /proc, no home and no
+network. Without it the code may use the network, access its user's files (root's code runs as
+nobody), and start a session that outlives it. The limit on processes counts all of a user.
+Left out on purpose: state between runs. Against a determined attacker use a container or a virtual
+machine.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ except BaseException as error:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """Whether code ran to its end without an error, and what it printed."""
+class ExecutionResult:
+    """Whether code ended without an error, and its output."""
 
     ok: bool
     output: str
 
 
 class Sandbox:
-    """Run Python code, each `run` in a process of its own that ends after `timeout` seconds.
+    """Run Python code, each `run` in a separate process that ends after `timeout` seconds.
 
     `memory` (of each process) and `file_size` (of each file, not their sum) are in MiB,
     `max_output` in bytes.
 
     >>> box = Sandbox(timeout=20)
     >>> box.run("print(6 * 7)"), box.run("1 / 0").ok
-    (Ran(ok=True, output='42\\n'), False)
+    (ExecutionResult(ok=True, output='42\\n'), False)
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Sandbox:
         }
         warn_of_limits()
 
-    def run(self, code: str) -> Ran:
-        """Run code; what it prints goes to a file, which `file_size` bounds."""
+    def run(self, code: str) -> ExecutionResult:
+        """Run code; its output goes to a file, bounded by `file_size`."""
         with (
             tempfile.TemporaryDirectory(prefix="leash-code-", ignore_cleanup_errors=True) as folder,
             tempfile.TemporaryFile() as printed,
@@ -120,12 +120,13 @@ class Sandbox:
             text += f"\n[output cut after {self.max_output} bytes]"
         if why:
             text += f"\n[{why}]"
-        return Ran(not why and process.returncode == 0, text if output else text.lstrip("\n"))
+        ok = not why and process.returncode == 0
+        return ExecutionResult(ok, text if output else text.lstrip("\n"))
 
 
 @cache
 def warn_of_limits() -> None:
-    """Say once, on the main rank, what code can do for lack of bubblewrap."""
+    """Warn once, on the main rank, if bubblewrap is missing."""
     if not bubblewrap() and os.environ.get("RANK", "0") == "0":
         text = (
             "sandbox: code of the policy may use the network and its user's files; install "
@@ -136,16 +137,16 @@ def warn_of_limits() -> None:
 
 @cache
 def bubblewrap() -> tuple[str, ...]:
-    """Return the command of bubblewrap without a run's folder; empty where it does not work."""
-    if (found := shutil.which("bwrap")) is None:
+    """Return the command of bubblewrap without a run's folder; () if it does not work."""
+    if (bwrap := shutil.which("bwrap")) is None:
         return ()
     python = interpreter()
     home = os.path.dirname(os.path.dirname(python))
-    if Path.home().is_relative_to(home):  # ~/bin/python3: nobody's files are shown for it
+    if Path.home().is_relative_to(home):  # ~/bin/python3: do not expose the home folder
         home = os.path.join(home, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}")
     shown = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", python, home]
     words = (
-        *(found, *(word for path in shown for word in ("--ro-bind-try", path, path))),
+        *(bwrap, *(word for path in shown for word in ("--ro-bind-try", path, path))),
         *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
         *("--perms", "1777", "--size", str(64 << 20), "--tmpfs", "/tmp", "--unshare-all"),
     )
@@ -154,12 +155,12 @@ def bubblewrap() -> tuple[str, ...]:
 
 @cache
 def interpreter() -> str:
-    """Return the Python that runs the code; RuntimeError if nobody can read one for root."""
-    own = os.path.realpath(sys.executable)
-    for python in (own, "/usr/bin/python3", "/usr/local/bin/python3"):
+    """Return the Python that runs the code; RuntimeError if user nobody cannot read one."""
+    current = os.path.realpath(sys.executable)
+    for python in (current, "/usr/bin/python3", "/usr/local/bin/python3"):
         if _works([python, *FLAGS, "import socket"]):
             return python
-    raise RuntimeError(f"a sandbox of root runs as nobody, who cannot read {own}")
+    raise RuntimeError(f"a sandbox of root runs as nobody, who cannot read {current}")
 
 
 def _works(words: list[str]) -> bool:
@@ -170,5 +171,5 @@ def _works(words: list[str]) -> bool:
 
 
 def _user() -> dict[str, Any]:
-    """Return whom code runs as: root's as nobody."""
+    """Return the user of the code: nobody if this process is root."""
     return {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}

@@ -1,6 +1,6 @@
 """Chats, tokens and models: the bottom layer. It imports neither envs nor trainer.
 
-Names load on first use (PEP 562), so that importing the package costs no torch.
+Names load on first use (PEP 562), so that importing the package does not import torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,10 +1,10 @@
-"""Folders that are built once and kept in the user's cache: converted models, warmed-up policies.
+"""Build folders once and keep them in the user's cache: converted models, warmed-up policies.
 
 A folder is built under a temporary name, listed in a manifest (size and sha256 of every file),
-flushed to disk and renamed, under a lock: an interrupted build leaves nothing that counts, and of
-two processes one builds while the other waits. Torch-free.
+flushed to disk and renamed, under a lock: an interrupted build leaves no valid folder, and a
+second process waits for the first. Torch-free.
 
-Left out on purpose: eviction. A folder's name says what it was made from; old ones may be deleted.
+Left out on purpose: eviction. A folder's name encodes its source; old folders may be deleted.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ def cache_dir() -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file in one piece: whoever reads sees the old text or the new one."""
+    """Replace a file atomically: readers see the old text or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -38,7 +38,7 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)  # of a write that failed
+        temporary.unlink(missing_ok=True)  # after a failed write
 
 
 def sha256_file(path: Path) -> str:
@@ -47,15 +47,15 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-TEXTS = (".json", ".jinja", ".txt", ".model")  # of a model folder: not its weights
+TEXTS = (".json", ".jinja", ".txt", ".model")  # files of a model folder, without weights
 INPUTS = ("dataset", "eval_dataset", "chat_template", "model", "reward_model")
 
 
 def sha256_of_inputs(node: Any, path: str = "") -> dict[str, str]:
     """Return the sha256 of the files that a configuration names, by their keys.
 
-    Files and folders of data, templates and models (of policy.model without its weights, which the
-    reference's hash covers), and the modules of each `_target_` outside of leash.
+    Covers files and folders of data, templates and models, and the modules of each `_target_`
+    outside of leash. policy.model is hashed without weights: the reference's hash covers those.
     """
     out: dict[str, str] = {}
     children = node.items() if isinstance(node, dict) else enumerate(node)
@@ -85,10 +85,10 @@ def _sha256_of_path(path: Path, suffixes: Sequence[str] | None) -> str:
 def build_once(
     folder: Path, build: Callable[[Path], dict[str, Any] | None], *, full: bool = False
 ) -> dict[str, Any]:
-    """Make `folder` by `build(empty folder)` unless a sound one is there; return its manifest.
+    """Build `folder` by `build(empty folder)` unless an intact one exists; return its manifest.
 
-    What `build` returns is kept in the manifest under "about". A damaged folder is built anew.
-    The check compares sizes and hashes small files; `full` hashes everything.
+    The manifest stores the result of `build` under "about". A damaged folder is built again.
+    The check compares sizes and hashes small files; `full` hashes all files.
 
     >>> import tempfile
     >>> place = Path(tempfile.mkdtemp()) / "words"
@@ -125,16 +125,16 @@ def build_once(
     return manifest
 
 
-def save_here(model: Any, folder: Path) -> None:
-    """Write a model whichever rank this is: transformers would leave it to rank 0."""
+def save_on_any_rank(model: Any, folder: Path) -> None:
+    """Write a model on any rank; transformers alone would write on rank 0 only."""
     vars(model)["should_save_on_this_rank"] = lambda is_main_process: True
     model.save_pretrained(folder)
 
 
 def read_manifest(folder: Path, *, full: bool = False) -> dict[str, Any] | None:
-    """Return the manifest of a sound folder; None if it is absent, incomplete or damaged.
+    """Return the manifest of an intact folder; None if it is absent, incomplete or damaged.
 
-    With `full` a file that it does not list is damage too, but for hidden ones (.DS_Store).
+    With `full`, a file that it does not list is damage too, except hidden ones (.DS_Store).
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -142,8 +142,8 @@ def read_manifest(folder: Path, *, full: bool = False) -> dict[str, Any] | None:
         sound = all(_is_sound(folder / name, entry, full=full) for name, entry in files.items())
         if full:
             paths = (path for path in folder.rglob("[!.]*") if not path.is_dir())
-            there = {path.relative_to(folder).as_posix() for path in paths}
-            sound = sound and there <= {MANIFEST, *files}
+            present = {path.relative_to(folder).as_posix() for path in paths}
+            sound = sound and present <= {MANIFEST, *files}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return manifest if sound and "about" in manifest else None
@@ -156,8 +156,8 @@ def _is_sound(path: Path, entry: dict[str, Any], *, full: bool) -> bool:
 
 
 def share(place: Path) -> None:
-    """Give a file, or those of a folder, the mode of the umask: safetensors writes private ones."""
-    mask = os.umask(0o077)  # there is no other way to read it
+    """Set the umask's mode on a file or a folder's files; safetensors writes private files."""
+    mask = os.umask(0o077)  # the only way to read it
     os.umask(mask)
     for path in (place, *place.rglob("*")):
         if path.is_file():

@@ -1,7 +1,7 @@
-"""Packages whose names load on first use (PEP 562), so that importing one costs no torch.
+"""Load the names of a package on first use (PEP 562), so that its import does not import torch.
 
-Where each name is at home stands under `if TYPE_CHECKING:`, as imports that editors and type
-checkers follow; at run time they are read from there.
+The imports under `if TYPE_CHECKING:` map each name to its module, for editors and type checkers
+and at run time.
 """
 
 import ast
@@ -16,7 +16,7 @@ def lazy(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of the package whose `__init__.py` is `file`.
 
-    `others`: names whose module imports this package, with that module.
+    `others`: names whose module imports this package, mapped to that module.
 
     >>> import envs
     >>> getattr, names, _ = lazy("envs", envs.__file__)

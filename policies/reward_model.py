@@ -1,7 +1,7 @@
-"""A reward for each token: a causal language model with a scalar head in place of its own.
+"""Reward models: a causal language model with a scalar head, one reward per token.
 
-Letters: B rows, T tokens. The reward of token t is read off the state that has seen token t; a
-sequence's score is that of its last attended token.
+Letters: B rows, T tokens. The reward of token t comes from the hidden state at token t; a
+sequence's score is the reward of its last attended token.
 """
 
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ class GPT2RewardModel(nn.Module):
     """Score token by token with the body of a GPT-2, or of any other causal language model.
 
     `model_path`: a folder, a hub id or a loaded model, whose body is then shared; None is a GPT-2
-    with random weights. The head, of width 1 without bias, starts at random, except from a folder
-    that `save_pretrained` wrote. `pad_token_id` (default: the model's pad, else its EOS) only
-    counts where there is no attention mask: then the run of it at the end of a row is padding.
+    with random weights. The head has width 1 and no bias, and random weights unless
+    `save_pretrained` wrote the folder. Without an attention mask the run of `pad_token_id`
+    (default: the model's pad, else its EOS) at the end of a row is padding.
 
     >>> from policies.load import load_policy
     >>> reward_model = GPT2RewardModel(load_policy("tiny").model)
@@ -77,9 +77,9 @@ class GPT2RewardModel(nn.Module):
     ) -> Tensor:
         """Return the mean over pairs of the mean of -log sigmoid(chosen - rejected) over tokens.
 
-        The tokens are those from the first that differs to the end of the longer sequence; pairs
-        that do not differ are skipped, and without any that does the loss is 0. Both batches hold
-        input_ids, rewards and attention_mask (optional), [B, T], right-padded.
+        The tokens run from the first difference to the end of the longer sequence. Equal pairs
+        are skipped; if all are equal the loss is 0. Both batches hold input_ids, rewards and
+        (optional) attention_mask, [B, T], right-padded.
         Source: Stiennon et al. 2020 (arXiv 2009.01325) section 3.4, token by token.
         """
         chosen, rejected = (_read(b, pad_token_id) for b in (chosen_batch, rejected_batch))
@@ -98,9 +98,9 @@ class GPT2RewardModel(nn.Module):
 
 
 def diverged(chosen: Tensor, mask: Tensor, rejected: Tensor, other: Tensor) -> Tensor:
-    """Return where a pair of right-padded rows is compared, [B, T] bool.
+    """Return the mask of the compared tokens of right-padded pairs, [B, T] bool.
 
-    From the first place where ids or masks differ to the end of the longer row.
+    It covers the first difference of ids or masks to the end of the longer row.
 
     >>> one, two = torch.tensor([[1, 2, 3, 0]]), torch.tensor([[1, 4, 0, 0]])
     >>> diverged(one, one > 0, two, two > 0).int().tolist()
@@ -131,7 +131,7 @@ def _attended(ids: Tensor, mask: Tensor | None, pad_token_id: int | None) -> Ten
 
 
 def _read(batch: Any, pad_token_id: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, mask and rewards of a TensorDict or of any object with such attributes."""
+    """Return ids, mask and rewards of a TensorDict or an object with these attributes."""
     ids, mask, rewards = (
         batch.get(name, None) if hasattr(batch, "get") else getattr(batch, name, None)
         for name in ("input_ids", "attention_mask", "rewards")
@@ -146,16 +146,16 @@ def _read(batch: Any, pad_token_id: int | None) -> tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Rewards:
-    """The reward of each token, [B, T]; padding has one too."""
+    """The reward of each token, [B, T], padding included."""
 
     rewards: Tensor
 
 
 class RewardScorer(Scorer):
-    """Score sequences with a reward model; what only log-probs need is ignored."""
+    """Score sequences with a reward model; arguments that only log-probs need are ignored."""
 
     def forward(self, tokens: Tensor, attention_mask: Tensor, *_: Any, **__: Any) -> Rewards:
-        """Return the rewards of tokens [B, T]; no rows give none, tied to every parameter."""
+        """Return the rewards of tokens [B, T]; an empty result still depends on every parameter."""
         if not len(tokens):
             anchor = sum(p.flatten()[0].float() * 0 for p in self.parameters())
             return Rewards(tokens.float() + anchor)
@@ -164,33 +164,33 @@ class RewardScorer(Scorer):
 
 
 def ids_to_end(renderer: Renderer, chat: list[dict], *, complete: bool = True) -> Tensor:
-    """Return the ids of a chat up to the end of its last turn; a cut one ends in its last token."""
+    """Return the ids of a chat to the end of its last turn; a cut turn ends in its last token."""
     done = renderer.render(chat, require_assistant=True)
-    end = max(place for place, kept in enumerate(done.assistant) if kept)
+    end = max(place for place, inside in enumerate(done.assistant) if inside)
     if not complete and done.ids[end] in renderer.stop_ids:
         end -= 1
     return torch.tensor(done.ids[: end + 1])
 
 
 class ChatRewards:
-    """Score chats by the reward model in a folder, which holds its tokenizer and template too.
+    """Score chats with the reward model of a folder that also holds tokenizer and template.
 
     `limit` bounds the padded tokens of one forward.
     """
 
     def __init__(self, folder: str | Path, *, limit: int = 2**15) -> None:
-        found = find_model(str(folder))
-        if not (found.folder / WEIGHTS).is_file():  # its head would be random
-            raise ValueError(f"expected a reward model with {WEIGHTS}, got {found.folder}")
+        files = find_model(str(folder))
+        if not (files.folder / WEIGHTS).is_file():  # its head would be random
+            raise ValueError(f"expected a reward model with {WEIGHTS}, got {files.folder}")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = GPT2RewardModel(found.folder).requires_grad_(False).eval().to(self.device)
-        tokenizer = load_tokenizer(found)
+        self.model = GPT2RewardModel(files.folder).requires_grad_(False).eval().to(self.device)
+        tokenizer = load_tokenizer(files)
         require_template(tokenizer)
         self.renderer, self.limit = Renderer(tokenizer), limit
 
     @torch.no_grad()
     def __call__(self, chats: list[list[dict]], complete: list[bool] | None = None) -> list[float]:
-        """Return the reward at the end of each chat; `complete` (default: all) says which ended."""
+        """Return the reward at the end of each chat; `complete` (default: all) marks ended ones."""
         complete = [True] * len(chats) if complete is None else complete
         pairs = zip(chats, complete, strict=True)
         rows = [ids_to_end(self.renderer, chat, complete=ended) for chat, ended in pairs]
@@ -200,9 +200,9 @@ class ChatRewards:
 
 
 def load_reward_model(model: str, **options: Any) -> TransformersWrapper:
-    """Return what a trainer calls its policy, with a reward model on the body of `model` inside.
+    """Load `model` as a policy for the trainer, with a reward model on its body.
 
-    Arguments are those of `load_policy`; it cannot generate.
+    Arguments are those of `load_policy`; the result cannot generate.
     """
     policy = load_policy(model, **options)
     if has_adapter(policy.model):

@@ -25,19 +25,19 @@ from policies.token_distribution import Head, Scores, TokenDistribution, placed
 class Placement:
     """Every rank holds every weight."""
 
-    held = True  # whether the weights are whole now
+    gathered = True  # whether the weights are whole now
     device: torch.device | None = None  # of forwards, where it is not that of the weights
 
-    def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:
-        """Return a copy of a module with weights of its own, but for those `kept` by their id."""
-        return copy.deepcopy(module, kept or {})
+    def copy(self, module: nn.Module, shared: dict[int, Any] | None = None) -> nn.Module:
+        """Return a copy of a module; it shares the weights in `shared` (by id)."""
+        return copy.deepcopy(module, shared or {})
 
-    def whole(self) -> AbstractContextManager[None]:
+    def gather(self) -> AbstractContextManager[None]:
         """Hold whole weights inside, for forwards that this rank takes on its own."""
         return nullcontext()
 
-    def plain(self, *, here: bool = True, keep: bool = False) -> AbstractContextManager[None]:
-        """Have plain weights inside, on all ranks together: to save `here`, or load and `keep`."""
+    def plain(self, *, fill: bool = True, keep: bool = False) -> AbstractContextManager[None]:
+        """Have plain weights inside, on all ranks: to save where `fill`, or load and `keep`."""
         return nullcontext()
 
     def forwards(self, count: int) -> AbstractContextManager[int]:
@@ -157,7 +157,10 @@ class Scorer(nn.Module):
     def precision(self) -> AbstractContextManager:
         """Return the autocast context that sampling and scoring share."""
         device = self.placement.device or next(self.model.parameters()).device
-        on, kept = self.autocast is not None, self.placement.held  # else copies outlive their layer
+        on, kept = (
+            self.autocast is not None,
+            self.placement.gathered,
+        )  # else copies outlive their layer
         return torch.autocast(device.type, self.autocast, enabled=on, cache_enabled=kept)
 
     def _lay(self, tokens, attention, keep, group_id, pack: bool = False) -> layout.Layout:

@@ -1,10 +1,10 @@
-"""Shards: weights spread over ranks by torch's FSDP2, their gradients and moments with them.
+"""Shard weights, gradients and moments over ranks with torch's FSDP2.
 
-The unit that is gathered is a decoder layer. What is left (embeddings, head, last norm) belongs to
-the scorer, the root: a tied head is whole inside its forward. So weights are whole in `forward`,
-`values`, `logits` and `within` of a sharded scorer only, and ranks call these equally
-often: one without rows runs a dummy. Half-precision weights that are trained are float32 in the
-shards, which are their masters, and half where they are gathered.
+A decoder layer is gathered at a time. The rest (embeddings, head, last norm) belongs to the root,
+the scorer, so that a tied head is complete in its forward. Weights are complete only inside
+`forward`, `values`, `logits` and `within` of a sharded scorer, and all ranks must call these
+equally often: a rank without rows runs a dummy. Trained half-precision weights have float32
+masters in the shards and are half precision when gathered.
 
 Left out on purpose: replicas of shards (HSDP), tensor and sequence parallelism.
 """
@@ -31,23 +31,23 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from policies.padding import predicted
 from policies.scorer import Placement, Scorer
 
-FORWARDS = ("values", "logits", "within")  # methods that use weights, beside `forward`
+FORWARDS = ("values", "logits", "within")  # methods that use weights, besides `forward`
 
 
 def shard(scorer: Scorer, mesh: DeviceMesh, *, offload: bool = False) -> None:
-    """Spread a scorer's weights over a mesh's ranks, in place; before the optimizer is made.
+    """Shard a scorer's weights over a mesh's ranks in place, before the optimizer is built.
 
-    `offload` keeps them on the CPU between forwards, where the optimizer then is.
+    `offload` keeps them on the CPU between forwards; the optimizer then runs there.
     """
     shares: dict[str, Any] = {"mesh": mesh}
     if offload:
         shares["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     layers, half = decoder_layers(scorer), trained_half(scorer)
     _part(layers)
-    if scorer.critic is not None:  # float32, whatever the body is
+    if scorer.critic is not None:  # float32 for any dtype of the body
         fully_shard(scorer.critic.head, mp_policy=_gathered_in(None), **shares)
     _become_sharded(scorer)
-    for unit in (*layers, scorer):  # one after the other: no second model in float32
+    for unit in (*layers, scorer):  # one by one, to avoid a second model in float32
         for p in unit.parameters() if half else ():
             p.data = p.data if isinstance(p, DTensor) else p.data.float()
         fully_shard(unit, mp_policy=_gathered_in(half), **shares)
@@ -58,13 +58,13 @@ def shard(scorer: Scorer, mesh: DeviceMesh, *, offload: bool = False) -> None:
 
 
 def _fetch_in_order(scorer: Any) -> None:
-    """Let a layer's backward gather the layer before it, whatever forwards there were."""
-    # FSDP goes by the forwards since the last backward, which differ by rank where each samples.
+    """Let a layer's backward prefetch the layer before it, independent of past forwards."""
+    # FSDP follows the forwards since the last backward, which differ by rank after sampling.
     critic = scorer.critic
     bodies = [scorer.model, *([critic.body] if critic is not None and critic.body else [])]
     chains: list[Any] = [decoder_layers(body) for body in bodies]
     for chain in chains:
-        for layer, before in zip(chain, [scorer, *chain], strict=False):  # the root's are whole
+        for layer, before in zip(chain, [scorer, *chain], strict=False):  # first the root
             layer.set_modules_to_backward_prefetch([before])
     scorer.set_modules_to_backward_prefetch([chain[-1] for chain in chains])
     if critic is not None:
@@ -72,9 +72,9 @@ def _fetch_in_order(scorer: Any) -> None:
 
 
 def share(scorer: Scorer, owner: Scorer) -> None:
-    """Let a scorer on the model of a sharded one, as with another adapter, score by its shards."""
+    """Let a second scorer on a sharded model (another adapter) use the owner's shards."""
     _become_sharded(scorer)
-    object.__setattr__(scorer, "owner", owner)  # no submodule: the weights are one's alone
+    object.__setattr__(scorer, "owner", owner)  # no submodule: the owner registers the weights
     scorer.placement = owner.placement
 
 
@@ -84,7 +84,7 @@ def _become_sharded(scorer: Scorer) -> None:
 
 
 def decoder_layers(scorer: Any) -> list[nn.Module]:
-    """Return the layers of a scorer's model and of its critic's body; none is a ValueError."""
+    """Return the decoder layers of a scorer's model and critic; ValueError if there are none."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [m for m in scorer.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -95,25 +95,25 @@ def decoder_layers(scorer: Any) -> list[nn.Module]:
 
 
 def _part(layers: list[nn.Module]) -> None:
-    """Give each layer weights of its own: a critic's body shares those that LoRA has frozen."""
+    """Give each layer separate parameters: a critic's body shares those that LoRA has frozen."""
     seen: set[int] = set()
     for layer in layers:
-        own = {id(p) for p in layer.parameters()}
+        ids = {id(p) for p in layer.parameters()}
         for module in layer.modules():
             for name, p in module._parameters.items():
                 if id(p) in seen and p is not None:
                     module._parameters[name] = nn.Parameter(p.data, requires_grad=p.requires_grad)
-        seen |= own
+        seen |= ids
 
 
-def held_bytes(tensor: Tensor) -> int:
-    """Return the bytes of what this rank holds of a tensor."""
+def local_bytes(tensor: Tensor) -> int:
+    """Return the bytes of this rank's part of a tensor."""
     mine: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return mine.numel() * mine.element_size()
 
 
 def trained_half(scorer: Scorer) -> torch.dtype | None:
-    """Return the half precision of a scorer's weights, if such are trained: it is that of all."""
+    """Return the half-precision dtype of a scorer's weights if such weights are trained."""
     apart = {id(p) for p in scorer.critic.head.parameters()} if scorer.critic is not None else set()
     body = [p for p in scorer.parameters() if id(p) not in apart]
     half = {p.dtype for p in body if p.requires_grad and p.dtype.itemsize < 4}
@@ -132,16 +132,16 @@ def _gathered_in(half: torch.dtype | None) -> MixedPrecisionPolicy:
 
 
 class ShardedScorer(Scorer):
-    """What a scorer's class becomes: the same methods, with gathered weights and even forwards."""
+    """Mixin of sharded scorers: the same methods, with gathered weights and equal forwards."""
 
-    owner: "ShardedScorer | None" = None  # whose weights it uses; None = its own
+    owner: "ShardedScorer | None" = None  # the scorer whose weights it uses; None = itself
 
     def within(self, call: Callable[[], Any]) -> Any:
-        """Call with the weights that no layer has whole."""
+        """Call with the root's weights gathered."""
         return call()
 
     def forward(self, tokens: Tensor, attention_mask: Tensor, keep=None, **how: Any) -> Any:
-        """Score as the class does; without a token to keep, a dummy one, which counts nothing."""
+        """Score as the base class does; without tokens to keep, run a dummy that counts 0."""
         empty = not predicted(attention_mask, keep).any()
         rows: tuple[Any, ...] = (tokens, attention_mask, keep)
         if empty:
@@ -152,16 +152,16 @@ class ShardedScorer(Scorer):
         if isinstance(reference, ShardedScorer) and reference.owner is None:
             call = partial(reference.within, call)
         done = call() if self.owner is None else self.owner.within(call)
-        given = {field.name: getattr(done, field.name) for field in fields(done)}
-        given = {name: x for name, x in given.items() if x is not None}
+        results = {field.name: getattr(done, field.name) for field in fields(done)}
+        results = {name: x for name, x in results.items() if x is not None}
         if empty:
             zeros = torch.zeros(tokens.shape, device=tokens.device)
-            return replace(done, **{name: zeros + 0 * x.sum() for name, x in given.items()})
-        # FSDP's hooks stand on what comes out, and would be lost with a view.
-        return replace(done, **{n: x.clone() for n, x in given.items() if x._base is not None})
+            return replace(done, **{name: zeros + 0 * x.sum() for name, x in results.items()})
+        # FSDP attaches its hooks to the outputs; a view would lose them.
+        return replace(done, **{n: x.clone() for n, x in results.items() if x._base is not None})
 
     def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, *, group_id=None) -> Tensor:
-        """Return the values alone, as the class does."""
+        """Return the values alone, as the base class does."""
         if predicted(attention, keep).any():
             return super().values(tokens, attention, keep, group_id=group_id)
         anchor = 0 * super().values(*_dummy(tokens.device)).sum()
@@ -169,37 +169,37 @@ class ShardedScorer(Scorer):
 
 
 def _dummy(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, attention and keep of a row that predicts one token."""
+    """Return ids, attention and keep of a dummy row that predicts one token."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
     return ids, torch.ones_like(ids, dtype=torch.bool), ids.new_tensor([[0, 1]]).bool()
 
 
-def _plain(p: Any, dtype: torch.dtype, *, here: bool) -> nn.Parameter:
-    whole = p.detach().full_tensor()
-    value = whole.to("cpu", dtype) if here else torch.empty(0, dtype=dtype)
+def _plain(p: Any, dtype: torch.dtype, *, fill: bool) -> nn.Parameter:
+    full = p.detach().full_tensor()
+    value = full.to("cpu", dtype) if fill else torch.empty(0, dtype=dtype)
     return nn.Parameter(value, requires_grad=p.requires_grad)
 
 
-class Unspread(Placement):
-    """Every weight is here, and is about to be spread over the ranks, which compute on `device`.
+class Unsharded(Placement):
+    """Every rank holds every weight until sharding; forwards run on `device`.
 
-    Until then copies share their weights: no rank ever holds a second model.
+    Copies share their weights, so that no rank ever holds a second model.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def copy(self, module: nn.Module, kept: dict[int, Any] | None = None) -> nn.Module:
+    def copy(self, module: nn.Module, shared: dict[int, Any] | None = None) -> nn.Module:
         """Return a copy of a module with the same weights."""
         every = list(module.parameters())
         same = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in every}
-        return copy.deepcopy(module, same | (kept or {}))
+        return copy.deepcopy(module, same | (shared or {}))
 
 
 class Shards(Placement):
-    """Every rank holds a part of every weight. `half` is what trained ones are gathered in.
+    """Every rank holds a part of every weight; trained weights are gathered in dtype `half`.
 
-    They are saved so too, as they would be without shards; a critic's head is float32.
+    They are saved in that dtype too, as without shards; a critic's head is float32.
     """
 
     def __init__(self, scorer: Any, mesh: DeviceMesh, *, half: torch.dtype | None) -> None:
@@ -208,31 +208,31 @@ class Shards(Placement):
         self.rounded = dict.fromkeys(trained - {"critic.head.weight", "critic.head.bias"}, half)
         number = torch.cuda.current_device() if mesh.device_type == "cuda" else None
         self.device = torch.device(mesh.device_type, number)
-        self.held = False
+        self.gathered = False
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def gather(self) -> Iterator[None]:
         """Gather all weights and keep them inside the block."""
-        if self.held:
+        if self.gathered:
             yield
             return
         units = [m for m in self.scorer.modules() if isinstance(m, FSDPModule)]
-        self.scorer.within(lambda: None)  # the root's hooks, which make it the root
-        self.held = True
+        self.scorer.within(lambda: None)  # runs the hooks that make it the root
+        self.gathered = True
         try:
             for unit in units:
                 unit.set_reshard_after_forward(False, recurse=False)
                 unit.unshard()
             yield
         finally:
-            self.held = False
+            self.gathered = False
             for unit in units:
                 unit.set_reshard_after_forward(unit is not self.scorer, recurse=False)
                 unit.reshard()
 
     @contextmanager
-    def plain(self, *, here: bool = True, keep: bool = False) -> Iterator[None]:
-        """Put whole tensors on the CPU in place of the shards; `keep` what is written to them."""
+    def plain(self, *, fill: bool = True, keep: bool = False) -> Iterator[None]:
+        """Replace the shards by full CPU tensors; `keep` copies changes back, `fill` fills them."""
         self.scorer.reshard()
         swapped: dict[int, tuple[Any, nn.Parameter]] = {}
         places = []
@@ -241,7 +241,7 @@ class Shards(Placement):
                 if isinstance(p, DTensor):
                     if id(p) not in swapped:
                         dtype = self.rounded.get(f"{prefix}.{name}", p.dtype)
-                        swapped[id(p)] = p, _plain(p, dtype, here=here or keep)
+                        swapped[id(p)] = p, _plain(p, dtype, fill=fill or keep)
                     places.append((module, name, p))
         try:
             for module, name, p in places:
@@ -257,8 +257,8 @@ class Shards(Placement):
 
     @contextmanager
     def forwards(self, count: int) -> Iterator[int]:
-        """Return the most forwards that a rank needs; while all is whole each takes its own."""
-        if self.held:
+        """Return the maximum of `count` over ranks; while all is gathered, `count` itself."""
+        if self.gathered:
             yield count
             return
         most = torch.tensor(count, device=self.device)
@@ -267,13 +267,13 @@ class Shards(Placement):
         self.scorer.reshard()
 
     def scatter(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return a whole tensor, the same on every rank, spread as a weight of its shape is."""
+        """Shard a full tensor, equal on every rank, like a weight of its shape."""
         if not isinstance(like, DTensor) or tensor.shape != like.shape:
             return tensor.to(like.device)
-        there = {"device_mesh": like.device_mesh, "placements": like.placements}
-        part = distribute_tensor(tensor.to(self.device), **there, src_data_rank=None)
+        layout = {"device_mesh": like.device_mesh, "placements": like.placements}
+        part = distribute_tensor(tensor.to(self.device), **layout, src_data_rank=None)
         return part.to(like.device)
 
     def master(self, name: str, weight: Tensor) -> dict[str, Tensor]:
-        """Return the weight as it is trained, where it is saved in half precision."""
+        """Return the float32 master of a weight that is saved in half precision."""
         return {"master": weight.detach()} if name in self.rounded else {}

@@ -1,8 +1,8 @@
-"""What a TensorDict will hold: shapes, dtypes and containers.
+"""Specs: the shapes, dtypes and containers of a TensorDict's entries.
 
 A size of -1 differs from batch to batch or from row to row (the length of a chat). `zero` and
-`rand` make an example (size 1 where the spec has -1), `explain` says what does not fit.
-Left out on purpose: bounded and categorical leaves, which nothing here needs.
+`rand` build an example (size 1 for -1), `explain` names the first mismatch.
+Left out on purpose: bounded and categorical leaves, which leash does not need.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class Spec:
         return self.zero(shape)
 
     def explain(self, value: Any) -> str:
-        """Return what does not fit about a value, "" if it fits."""
+        """Return how a value does not fit, "" if it fits."""
         raise NotImplementedError
 
     def clone(self) -> Spec:
-        """Return a copy that shares nothing that can be changed."""
+        """Return a deep copy."""
         return deepcopy(self)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
-    __hash__ = None  # type: ignore[assignment]  # specs can be changed
+    __hash__ = None  # type: ignore[assignment]  # specs are mutable
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in self.__dict__.items() if v is not None)
@@ -65,7 +65,7 @@ class Spec:
 
 
 class Unbounded(Spec):
-    """Describe a tensor of any values, float32 unless said otherwise.
+    """Describe a tensor of any values, float32 by default.
 
     >>> Unbounded((2, -1), dtype=torch.int64).zero().shape
     torch.Size([2, 1])
@@ -82,14 +82,14 @@ class Unbounded(Spec):
         return torch.zeros(self._size(shape), dtype=self.dtype)
 
     def rand(self, shape: Any = ()) -> Tensor:
-        """Return normal draws, for integers and bools fair coins."""
+        """Return normal samples; 0 or 1 with equal probability for integers and bools."""
         size = self._size(shape)
         if self.dtype.is_floating_point:
             return torch.randn(size, dtype=self.dtype)
         return torch.randint(2, size).to(self.dtype)
 
     def explain(self, value: Any) -> str:
-        """Return what does not fit: a type, a dtype or a shape; ragged values may be a list."""
+        """Return the mismatch of type, dtype or shape; ragged values may be a list."""
         if isinstance(value, Tensor) and value.is_nested:
             value = list(value.unbind())
         if isinstance(value, list):
@@ -104,7 +104,7 @@ class Unbounded(Spec):
 
 
 class NonTensor(Spec):
-    """Describe values that are no tensors, such as texts; `example_data` is one of them.
+    """Describe values that are not tensors, such as texts; `example_data` is one of them.
 
     >>> NonTensor((2,), example_data="a text").zero().tolist()
     ['a text', 'a text']
@@ -115,7 +115,7 @@ class NonTensor(Spec):
         self.example_data = example_data
 
     def zero(self, shape: Any = ()) -> Any:
-        """Return the example, repeated; one value for all where the spec has no shape."""
+        """Return the example, repeated; a single value if the spec has no shape."""
         value: Any = NonTensorData(self.example_data, batch_size=() if self.shape else shape)
         for size in reversed(self._size(shape) if self.shape else ()):
             value = NonTensorStack(*[value.clone() for _ in range(size)])
@@ -131,8 +131,8 @@ class NonTensor(Spec):
 class Composite(Spec, MutableMapping[NestedKey, Any]):
     """Describe a TensorDict, or the tensorclass `data_cls`, by the specs of its entries.
 
-    `step_mdp_static`: from step to step it moves from "next" to the root as a whole. `optional`:
-    what is missing fits.
+    `step_mdp_static`: it moves from "next" to the root as one entry. `optional`: entries may be
+    missing.
 
     >>> spec = Composite({"obs": Unbounded((2, -1))}, shape=(2,))
     >>> spec["next", "reward"] = Unbounded((2, 1))
@@ -166,7 +166,7 @@ class Composite(Spec, MutableMapping[NestedKey, Any]):
             self._specs[name] = self._fitted(spec)
 
     def _fitted(self, spec: Any) -> Spec:
-        """Return a spec to keep; nested TensorDicts have at least the batch size of this one."""
+        """Return the spec to store; a nested TensorDict gets at least this batch size."""
         if isinstance(spec, Composite) and len(spec.shape) < len(self.shape):
             spec = spec.clone()
             spec.shape = self.shape
@@ -176,10 +176,10 @@ class Composite(Spec, MutableMapping[NestedKey, Any]):
 
     def __getitem__(self, key: NestedKey) -> Any:
         name, *path = _path(key)
-        found = self._specs.get(name)
-        if found is None or (path and not isinstance(found, Composite)):
+        spec = self._specs.get(name)
+        if spec is None or (path and not isinstance(spec, Composite)):
             raise KeyError(f"no spec for {key!r}; there are {sorted(self._specs)}")
-        return found[tuple(path)] if path else found  # type: ignore[index]
+        return spec[tuple(path)] if path else spec  # type: ignore[index]
 
     def __delitem__(self, key: NestedKey) -> None:
         *path, name = _path(key)
@@ -204,7 +204,7 @@ class Composite(Spec, MutableMapping[NestedKey, Any]):
         return done
 
     def update(self, other: Mapping[str, Any] | Composite) -> Composite:
-        """Add the specs of another one, entry by entry; returns this one."""
+        """Add the specs of `other`, entry by entry; return this one."""
         for key, spec in other.items():
             known = self._specs.get(key)
             if isinstance(known, Composite) and isinstance(spec, Composite):
@@ -235,18 +235,18 @@ class Composite(Spec, MutableMapping[NestedKey, Any]):
         lazy = isinstance(inner(value), LazyStackedTensorDict)
         for key, spec in self._specs.items():
             options = {"as_list": True} if lazy and isinstance(spec, Unbounded) else {}
-            found = value.get(key, None, **options)
-            if found is None and self.optional:
+            entry = value.get(key, None, **options)
+            if entry is None and self.optional:
                 continue
-            if found is None and not isinstance(spec, NonTensor):
+            if entry is None and not isinstance(spec, NonTensor):
                 return f"{key}: missing"
-            if text := spec.explain(found):
+            if text := spec.explain(entry):
                 return f"{key}: {text}"
         return ""
 
 
 def container_spec(of: Any) -> Any:
-    """Return the `default_spec` of a tensorclass of Histories, texts (str) or values of a dtype."""
+    """Build the `default_spec` of a tensorclass of Histories, texts (str) or values of a dtype."""
 
     def default_spec(
         cls: Any, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
@@ -256,18 +256,18 @@ def container_spec(of: Any) -> Any:
         common = takewhile(lambda name: name != "padded", cls.__annotations__)
         if unknown := set(keys or ()) - set(known):
             raise ValueError(f"expected keys among {known}, got {sorted(unknown)}")
-        found: dict[str, Spec] = {}
+        specs: dict[str, Spec] = {}
         for name in common if keys is None else keys:
             if isinstance(of, torch.dtype):
-                found[name] = Unbounded((*shape, -1), dtype=of)
+                specs[name] = Unbounded((*shape, -1), dtype=of)
             elif of is str:
-                found[name] = NonTensor(shape, example_data="a string")
+                specs[name] = NonTensor(shape, example_data="a string")
             else:
-                found[name] = of.default_spec((*shape, -1))
+                specs[name] = of.default_spec((*shape, -1))
         if "padded" in cls.__annotations__:
-            found["padded"] = NonTensor(shape[:-1], example_data=False)
+            specs["padded"] = NonTensor(shape[:-1], example_data=False)
         options = {"step_mdp_static": True, "optional": keys is None}
-        return Composite(found, shape=shape[:-1], data_cls=cls, **options)
+        return Composite(specs, shape=shape[:-1], data_cls=cls, **options)
 
     return classmethod(default_spec)
 

@@ -1,12 +1,12 @@
-"""The model `tiny`: a made-up Qwen2 of 0.13 M parameters that trains in seconds on one core.
+"""Build `tiny`, a Qwen2 of 0.13 M random parameters that trains in seconds on one core.
 
-Random weights, a byte-level BPE of about 400 tokens trained on the text below, ChatML with
-generation tags. It is a standard checkpoint: every run of `build_tiny` writes the same bytes.
+It has a byte-level BPE of about 400 tokens, trained on the text below, and ChatML with generation
+tags. `build_tiny` writes a standard checkpoint, always the same bytes.
 """
 
 from pathlib import Path
 
-from policies.cache import save_here
+from policies.cache import save_on_any_rank
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = 400
@@ -34,13 +34,13 @@ There are three of them and they are in the house with the other people.
 def build_tiny(folder: Path) -> dict[str, str]:
     """Write the tiny checkpoint (model, tokenizer, template, EOS ids) into a folder.
 
-    Returns a line about it for the cache's manifest. The global random state is not touched.
+    Returns the entry for the cache's manifest. The global random state is unchanged.
     """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = _tokenizer()
-    pad, _, end = range(len(SPECIAL))  # the trainer numbers the special tokens first
+    pad, _, end = range(len(SPECIAL))  # the BPE trainer numbers the special tokens first
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -60,7 +60,7 @@ def build_tiny(folder: Path) -> dict[str, str]:
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad)
-    save_here(model, folder)
+    save_on_any_rank(model, folder)
     tokenizer.save_pretrained(folder)
     return {"model": "tiny", "source": "policies/tiny.py"}
 
@@ -81,7 +81,7 @@ def _tokenizer():
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # The words of the built-in task often enough that each becomes one token.
+    # Repeat the words of the built-in task, so that each becomes one token.
     backend.train_from_iterator([CORPUS, *CORPUS.splitlines()[:5] * 20], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -1,4 +1,4 @@
-"""Save, load and name the weights that training moves: all of a model, or those of its adapter."""
+"""Save, load and name the trained weights: all of a model, or those of its adapter."""
 
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,17 @@ from policies.scorer import Scorer
 
 
 class ModelWeights:
-    """All weights of a model. `base` is the sha256 of those that training started from."""
+    """All weights of a model; `base` is the sha256 of the initial weights."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Return the weights that training moves, by name."""
+        """Return the trained weights by name."""
         return dict(self.model.named_parameters())
 
     def merged(self) -> dict[str, Tensor]:
-        """Return the state dict of the ordinary model that these weights make."""
+        """Return the state dict of the ordinary model with these weights."""
         return self.model.state_dict()
 
     def export(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
@@ -35,15 +35,15 @@ class ModelWeights:
         share(folder)
 
     def plain(self) -> Any:
-        """Return a model with nothing of ours in it."""
+        """Return an ordinary transformers model."""
         return self.model
 
     def save(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
-        """Write what training has moved into the folder of a checkpoint."""
+        """Write the trained weights into the folder of a checkpoint."""
         self.export(folder / "model", tokenizer)
 
     def load(self, folder: Path, *, base: str = "") -> None:
-        """Read what `save` or `export` wrote; another model's is a ValueError."""
+        """Load the output of `save` or `export`; weights of another model are a ValueError."""
         _load_weights(self.model, folder)
 
 
@@ -59,12 +59,12 @@ class AdapterWeights(ModelWeights):
         return lora.trained_weights(self.model, self.adapter)
 
     def merged(self) -> dict[str, Tensor]:
-        """Return the state dict of the model with the adapter in its weights."""
+        """Return the state dict of the model with the adapter merged."""
         return lora.merged_weights(self.model)
 
     def plain(self) -> Any:
-        """Return a model with the adapter in its weights."""
-        with torch.device("meta"):  # no second copy of what is only written
+        """Return an ordinary model with the adapter merged."""
+        with torch.device("meta"):  # no second copy of weights that are only written
             plain = type(self.model)(self.model.config)
         plain.load_state_dict(self.merged(), assign=True)
         plain.tie_weights()
@@ -72,7 +72,7 @@ class AdapterWeights(ModelWeights):
         return plain
 
     def export(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
-        """Write the merged model, and the adapter apart: beside it, it would be put on twice."""
+        """Write the merged model, and the adapter in a subfolder so as not to apply it twice."""
         super().export(folder, tokenizer)
         lora.save_adapter(self.model, folder / "adapter", base=base)
         share(folder)
@@ -89,7 +89,7 @@ class AdapterWeights(ModelWeights):
 
 
 def weights_of(scorer: Scorer) -> ModelWeights:
-    """Return the weights of a scorer's model: those of its adapter, if there is one."""
+    """Return the weights of a scorer's model, or those of its adapter if it has one."""
     if not has_adapter(scorer.model):
         return ModelWeights(scorer.model)
     return AdapterWeights(scorer.model, getattr(scorer, "adapter", lora.TRAINED))
@@ -97,15 +97,15 @@ def weights_of(scorer: Scorer) -> ModelWeights:
 
 @torch.no_grad()
 def _load_weights(model: Any, folder: Path) -> None:
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for path in sorted((folder / "model").glob("*.safetensors")):
-        found |= load_file(path)
+        weights |= load_file(path)
     mine = model.state_dict()
     ties = model.config.tie_word_embeddings
     tied = (getattr(model, "_tied_weights_keys", None) if ties else None) or ()
-    wrong = [name for name in mine if name not in found and name not in tied]
-    wrong += [n for n in found if n not in mine or found[n].shape != mine[n].shape]
+    wrong = [name for name in mine if name not in weights and name not in tied]
+    wrong += [n for n in weights if n not in mine or weights[n].shape != mine[n].shape]
     if wrong:
         raise ValueError(f"{folder} does not fit the model: {wrong[:3]} missing or unexpected")
-    for name, weight in found.items():  # load_state_dict would tell shards of it
+    for name, weight in weights.items():  # load_state_dict would run FSDP's hooks
         mine[name].copy_(weight)

@@ -14,7 +14,7 @@ from runs import ROOT
 
 from conf.cli import expand
 from conf.compose import compose_checked, compose_experiment
-from envs.rewards.trl_function import hold
+from envs.rewards.trl_function import register
 from trainer.runs.experiment_models import cache_folder, resolve_experiment
 from trainer.runs.folders import unique_folder
 from trainer.runs.launch import run
@@ -283,8 +283,8 @@ def test_a_signal_stops_a_run_in_this_process_too(tmp_path, monkeypatch, number,
     for name in ("LEASH_PARENT", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, os.environ.get(name, "1"))  # for later tests
     words = ["experiment=grpo_tiny", "policy.model=tiny", "launch.in_process=true"]
-    hold("stop", lambda row, reply: os.kill(os.getpid(), number) or 0.0)
-    words += ["eval.every=0", "+env.rewards.stop={_target_: envs.rewards.Given, name: stop}"]
+    register("stop", lambda row, reply: os.kill(os.getpid(), number) or 0.0)
+    words += ["eval.every=0", "+env.rewards.stop={_target_: envs.rewards.Registered, name: stop}"]
     try:
         with pytest.raises(SystemExit) as stopped:
             start_run(compose_checked(words), tmp_path, compose=compose_experiment)

@@ -16,7 +16,7 @@ from policies.cache import read_manifest
 from policies.load import load_policy
 from policies.models import (
     EMBEDDED,
-    FoundModel,
+    ModelFiles,
     find_embedded,
     find_model,
     load_model,
@@ -40,8 +40,8 @@ def no_hub(monkeypatch, tmp_path):
     return tmp_path / "hub"
 
 
-def found(folder: Path) -> FoundModel:
-    return FoundModel(folder, "folder", "")
+def found(folder: Path) -> ModelFiles:
+    return ModelFiles(folder, "folder", "")
 
 
 def edit_json(path: Path, **changes) -> None:
@@ -60,13 +60,13 @@ def test_the_order_is_folder_embedded_copy_hub_cache(checkpoints, no_hub, tmp_pa
         blob = repo / "blobs" / ("a" * 64 if path.suffix == ".safetensors" else path.name)
         blob.write_bytes(path.read_bytes())
         (snapshot / path.name).symlink_to(blob)
-    assert find_model(EMBEDDED, source="hub") == FoundModel(snapshot, "cache", "a" * 64)
+    assert find_model(EMBEDDED, source="hub") == ModelFiles(snapshot, "cache", "a" * 64)
     assert find_model(EMBEDDED).origin == "embedded"
     monkeypatch.chdir(tmp_path)
     for name in (EMBEDDED, "tiny"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         folder = shutil.copytree(checkpoints["llama"], tmp_path / name)
-        assert find_model(name) == FoundModel(folder, "folder", digest)
+        assert find_model(name) == ModelFiles(folder, "folder", digest)
 
 
 @pytest.mark.parametrize(

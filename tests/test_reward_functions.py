@@ -21,14 +21,14 @@ from reward_cases import behave, needs_level
 from envs.chat_env import ChatEnv
 from envs.rewards import (
     Function,
-    InProcess,
     Judge,
     Rewarded,
     RewardFunction,
     RewardModel,
+    SubprocessReward,
     TRLFunction,
 )
-from envs.rewards.validate import rewards_of, try_reward
+from envs.rewards.validate import compute_rewards, try_reward
 from envs.rewards.workers import Workers
 from envs.tasks import Reply, SortDigits
 from envs.tasks.mix import Mix
@@ -89,7 +89,7 @@ def test_async_functions_run_together_so_many_at_once_and_each_has_its_own_time(
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Function(behave, timeout=3), "InProcess"),
+        (lambda: Function(behave, timeout=3), "SubprocessReward"),
         (lambda: Judge("localhost:8000", "m"), "url"),
         (lambda: Rewarded(SortDigits(num_rows=1), {"a": behave}), r"env\.rewards\.a"),
     ],
@@ -100,7 +100,9 @@ def test_wrong_settings_are_named(make, says):
 
 
 def test_worker_that_hangs_crashes_or_leaves_is_replaced_and_costs_its_reply_alone(tmp_path):
-    function = InProcess(functools.partial(behave, folder=str(tmp_path)), timeout=2, processes=2)
+    function = SubprocessReward(
+        functools.partial(behave, folder=str(tmp_path)), timeout=2, processes=2
+    )
     want = {
         "1": 1, "crash": "RuntimeError", "2": 2, "exit": "RuntimeError", "no": "ValueError",
         "odd": "RuntimeError", "spawn": "TimeoutError", "3": 3,
@@ -124,7 +126,7 @@ def test_workers_are_few_live_on_and_end_with_their_owner():
         assert [isinstance(value, Exception) for value in unsent] == [True, False]
     assert all(map(gone, pids))
     with pytest.raises(RuntimeError, match=r"no worker for .*pickle"):
-        judged(InProcess(lambda row, reply: 1.0), "a")
+        judged(SubprocessReward(lambda row, reply: 1.0), "a")
 
 
 def test_rewards_are_weighed_summed_and_logged_by_name():
@@ -278,11 +280,11 @@ def test_a_plain_number_is_a_reward_without_parts(wrap, value):
 def test_an_error_names_the_file_and_line_of_the_user_and_where_the_cells_are():
     for do, error in ((of_level, KeyError), (divide, ZeroDivisionError)):
         with pytest.raises(error) as caught:
-            rewards_of(Plain(do), [ROW] * 2, TWO)
+            compute_rewards(Plain(do), [ROW] * 2, TWO)
         text = headline(caught.value)
         assert f"(in the reward of Plain, {line_of(do)}" in text
         assert ('row["columns"]: level' in text) is (do is of_level)
-    for function in (Function(needs_level), InProcess(needs_level, timeout=60, processes=1)):
+    for function in (Function(needs_level), SubprocessReward(needs_level, timeout=60, processes=1)):
         with pytest.raises(RuntimeError, match="reward own: KeyError: 'level'") as caught:
             Rewarded(Plain(), {"own": function}).rewards([ROW] * 2, TWO)
         assert line_of(needs_level) in headline(caught.value)

@@ -212,7 +212,7 @@ def test_a_configuration_mounts_its_tools_also_for_evaluations(tmp_path):
     words = [f"env.dataset={path}", f"env.eval_dataset={path}"]
     cfg = OmegaConf.create(compose_checked(["experiment=grpo_tiny", "env=python_tool", *words]))
     task = make_task(cfg.env)
-    env = make_env(cfg, task, make_policy(), make_transforms(cfg).values()).regrouped(1)
+    env = make_env(cfg, task, make_policy(), make_transforms(cfg).values()).with_group_size(1)
     td = env.reset(data(task.rows("eval")[0]))
     td = say(env, td, call("python", '{"code": "print(6*7)"}'))
     assert td["history"].prompt.chats()[0][-1]["content"] == "1. python gave: 42"

@@ -48,7 +48,7 @@ def server():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-    words += [str(load_policy("tiny").found.folder), "--port", str(port), "--dtype", "float32"]
+    words += [str(load_policy("tiny").files.folder), "--port", str(port), "--dtype", "float32"]
     words += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enforce-eager"]
     words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "65536"]
     words += ["--enable-lora", "--max-lora-rank", "8"]

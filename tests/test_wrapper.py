@@ -134,10 +134,10 @@ def test_versions_share_one_scorer_and_what_load_policy_knows():
     loaded = load_policy("tiny", autocast="bfloat16", system_prompt="Sort.")
     version = loaded.get_new_version(generate=False)
     assert version.scorer.autocast is torch.bfloat16
-    assert (version.found, version.source, version.system_prompt) == (loaded.found, "auto", "Sort.")
+    assert (version.files, version.source, version.system_prompt) == (loaded.files, "auto", "Sort.")
     other = loaded.get_new_version(model=make_policy().model)
     assert other.system_prompt == "Sort."
-    assert not hasattr(other, "found")  # the weights are from elsewhere
+    assert not hasattr(other, "files")  # the weights are from elsewhere
 
 
 # Scoring.

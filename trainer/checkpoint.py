@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from policies.cache import flush, read_manifest, write_manifest
-from policies.roles import Policy
+from policies.protocols import Policy
 from policies.scorer import placement_of
 from policies.weights import weights_of
 from trainer.reference import NoReference, Reference
@@ -66,8 +66,8 @@ class Checkpoints:
         check_agreement(self.policy.scorer, self.runtime, iteration=iteration)
         main = self.runtime.is_main
         moments = self._moments(here=main)
-        theirs = placement_of(self.reference).plain(here=main)
-        with self.policy.scorer.placement.plain(here=main), theirs:
+        theirs = placement_of(self.reference).plain(fill=main)
+        with self.policy.scorer.placement.plain(fill=main), theirs:
             self.runtime.at("save")
             if main:
                 self._write(iteration, state, moments)
@@ -225,14 +225,14 @@ def save_model(policy: Policy, folder: Path, *, here: bool = True) -> None:
 
     An adapter is merged, and written to adapter/ too, as peft does. One rank writes, `here`.
     """
-    with policy.scorer.placement.plain(here=here):
+    with policy.scorer.placement.plain(fill=here):
         if here:
             weights_of(policy.scorer).export(folder, policy.tokenizer, base=base_of(policy))
 
 
 def base_of(policy: Policy) -> str:
     """Return the sha256 of the weights that a policy started from."""
-    return policy.found.sha256 if hasattr(policy, "found") else ""
+    return policy.files.sha256 if hasattr(policy, "files") else ""
 
 
 def discard(folder: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from envs.env import EnvBase
 from policies.chats.containers import LogProbs, Masks, Tokens
 from policies.padding import compact, pad, pad_mask, positions, widen
-from policies.roles import Generator
+from policies.protocols import Generator
 
 FLAGS = ("success", "truncated", "dropped")
 RESPONSE = ("masks", "all_response_mask")

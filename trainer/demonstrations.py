@@ -12,7 +12,7 @@ from envs.tasks.task import Task
 from policies.chats.containers import Masks, Tokens
 from policies.load import load_reference
 from policies.padding import pad, pad_mask
-from policies.roles import Policy
+from policies.protocols import Policy
 from policies.scorer import score_in_parts
 from trainer.runtime import Runtime
 from trainer.sources import picks

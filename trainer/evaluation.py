@@ -20,8 +20,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
 from policies.cache import write_text
+from policies.protocols import Generator
 from policies.random import fold, in_float64
-from policies.roles import Generator
 from policies.scorer import HERE, placement_of
 from trainer.collect import collect
 from trainer.limit import FILE, Limit, read_limit
@@ -66,7 +66,7 @@ class Evaluate:
         """Return a name, an env with that many replies to a row, a generator at a temperature."""
         kwargs = {**self.generator.generate_kwargs, "temperature": temperature}
         generator = self.generator.get_new_version(generate_kwargs=kwargs)
-        return name, self.env.regrouped(samples), generator
+        return name, self.env.with_group_size(samples), generator
 
     def keep(self, rows: Sequence[dict[str, Any]]) -> None:
         """Evaluate on these rows."""
@@ -99,7 +99,7 @@ class Evaluate:
         """
         if self.efficiency is not None and kind == "before":
             self.efficiency.begin(self, tell)
-        with self.placements[0].whole(), self.placements[1].whole():  # batches differ by rank
+        with self.placements[0].gather(), self.placements[1].gather():  # batches differ by rank
             scores, records = self._play(iteration, kind, tell, hear)
         if self.efficiency is not None:
             scores |= self.efficiency(scores, len(self.rows))
@@ -111,7 +111,7 @@ class Evaluate:
         replies, done = sum(env.group_size for _, env, _ in self.plans), 0
         for name, env, generator in self.plans:
             size, first = env.group_size, not done
-            env = self.env.regrouped(size)  # transforms as they are now; their copies change alone
+            env = self.env.with_group_size(size)  # current transforms; their copies change alone
             sums = dict.fromkeys(("right", "solved", "reward", "rows", "kl", "tokens"), 0.0)
             sums |= {f"{kind} {label}": 0.0 for label in self.labels for kind in ("right", "rows")}
             for share, part in self._parts(size):

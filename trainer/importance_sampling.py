@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from policies.roles import Policy
+from policies.protocols import Policy
 from policies.scorer import score_in_parts
 from trainer.losses import MAX_LOG_RATIO
 

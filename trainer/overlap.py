@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from policies.roles import Engine, Policy
+from policies.protocols import Engine, Policy
 from trainer.sources import DynamicRollouts, Rollouts
 from trainer.weight_sync import Synced, weight_sync
 

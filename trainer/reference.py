@@ -5,7 +5,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from envs.transforms import RetrieveKL
-from policies.roles import Policy
+from policies.protocols import Policy
 from policies.scorer import Scorer
 from policies.weights import weights_of
 
@@ -23,7 +23,7 @@ class Reference:
     ) -> None:
         self.retrieve = RetrieveKL(ref_model=model, add_to_reward=False)
         self.scorer: Scorer = model.scorer
-        found = getattr(model, "found", None)  # none of a model that was made by hand
+        found = getattr(model, "files", None)  # none of a model that was made by hand
         self.sha256 = str(found.sha256) if found else ""
         self.every, self.decay = every, decay
         self.moved = False

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import assistant
+from policies.protocols import Policy
 from policies.reward_model import Rewards, diverged, ids_to_end
-from policies.roles import Policy
 from trainer.batch import reads
 from trainer.demonstrations import given_rows
 from trainer.objectives import Terms

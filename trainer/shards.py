@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from policies.roles import Policy
+from policies.protocols import Policy
 from policies.scorer import Scorer
-from policies.sharding import Unspread, shard, share
+from policies.sharding import Unsharded, shard, share
 from trainer.runtime import Runtime
 
 
@@ -38,7 +38,7 @@ class ShardedRuntime(Runtime):
         if self.ranks == 1:
             return super().load(make)
         policy = make(device="cpu")
-        policy.scorer.placement = Unspread(self.device)
+        policy.scorer.placement = Unsharded(self.device)
         return policy
 
     def prepare(self, policy: Any, make: Callable, settings: dict[str, Any], *others: Any) -> Any:

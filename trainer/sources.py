@@ -16,8 +16,8 @@ from torch import Tensor
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
 from policies.padding import widen
+from policies.protocols import Generator
 from policies.random import fold
-from policies.roles import Generator
 from policies.scorer import placement_of
 from policies.token_distribution import named_mask
 from trainer.collect import collect
@@ -108,7 +108,7 @@ class Rollouts:
 
     def __call__(self, iteration: int) -> TensorDictBase:
         """Return this rank's trajectories of the iteration, [B, T]."""
-        with placement_of(self.generator).whole():
+        with placement_of(self.generator).gather():
             batch = self.sample(iteration)
         return self.finished(batch)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from policies.roles import Generator, Policy
+from policies.protocols import Generator, Policy
 from trainer.checkpoint import Checkpoints, remove, save_model
 from trainer.early_stopping import EarlyStopping
 from trainer.evaluation import Evaluate

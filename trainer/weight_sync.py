@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.roles import Engine, Generator, Policy
+from policies.protocols import Engine, Generator, Policy
 from policies.scorer import placement_of
 from policies.weights import weights_of
 

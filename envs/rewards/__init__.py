@@ -1,4 +1,4 @@
-"""Rewards: read from replies, and summed from several. Loads names on first use, without torch."""
+"""Reward functions, parsers and weighted sums. Names load on first use, without torch."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ from policies.lazy import lazy
 if TYPE_CHECKING:
     from envs.rewards.answers import same_mathematics as same_mathematics
     from envs.rewards.functions import Function as Function
-    from envs.rewards.functions import Given as Given
+    from envs.rewards.functions import Registered as Registered
     from envs.rewards.functions import RewardFunction as RewardFunction
     from envs.rewards.judge import Judge as Judge
     from envs.rewards.parsers import GSM8KRewardParser as GSM8KRewardParser
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from envs.rewards.rewarded import Rewarded as Rewarded
     from envs.rewards.rewarded import RewardModel as RewardModel
     from envs.rewards.trl_function import TRLFunction as TRLFunction
-    from envs.rewards.workers import InProcess as InProcess
+    from envs.rewards.workers import SubprocessReward as SubprocessReward
     from envs.rewards.workers import Workers as Workers
 
 __getattr__, __dir__, __all__ = lazy(__name__, __file__)

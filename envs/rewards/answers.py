@@ -1,8 +1,7 @@
-"""Is this answer right? Pure functions of texts; numbers are compared as in tasks/math_words.py.
+"""Compare answers as texts; numbers are compared as in tasks/math_words.py.
 
-What cannot be compared exactly is not the same: a right answer in another form may earn nothing, a
-wrong one never does.
-Left out on purpose: symbolic equality by ourselves; math-verify does it where it is installed.
+Comparisons are exact: a right answer in another form may earn nothing, a wrong one never earns.
+Left out on purpose: symbolic equality; math-verify does it if installed.
 """
 
 import re
@@ -22,7 +21,7 @@ from envs.tasks.math_words import (
 )
 from policies.optional_packages import EXTRAS
 
-# LaTeX that says nothing, words in it, and numbers as they stand after `_plain`.
+# LaTeX without meaning, words in LaTeX, and numbers after `_plain`.
 IGNORED = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[!,;:]|\\?\$|\\?%$")
 BLANK = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # one between digits counts: "1 2" is not 12
 WORDS = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
@@ -31,22 +30,22 @@ VALUE = re.compile(
     r"-?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?:/0*[1-9]\d*)?"
 )
 EDGES = ".,;:!?\"'`*()[]{}<>\u2018\u2019\u201c\u201d\u00ab\u00bb"
-LONGEST = 500  # characters of an expression that is worth parsing
+LONGEST = 500  # maximum characters of a parsed expression
 
 
 def tagged(text: str) -> tuple[str, str]:
-    """Return what stands in the first <think> and in the last <answer> outside of it, "" without.
+    """Return the contents of the first <think> and of the last <answer> outside of it, or "".
 
     >>> tagged("<think>6 * 7</think> <answer>41</answer> no, <answer>42</answer>")
     ('6 * 7', '42')
     """
-    thought, said = split_thoughts(text)
-    answers = ANSWER_TAG.findall(said)
+    thought, outside = split_thoughts(text)
+    answers = ANSWER_TAG.findall(outside)
     return thought, answers[-1].strip() if answers else ""
 
 
 def plain(text: str) -> str:
-    """Return the words of a text, without case, punctuation around them and spacing.
+    """Normalise a text: no case, no punctuation around words, single spaces.
 
     A number is its value: 1,000.0 is 1000.
 
@@ -60,43 +59,43 @@ def plain(text: str) -> str:
     return " ".join(words) if value is None else str(value)
 
 
-def similarity(said: str, right: str) -> float:
-    """Return how alike two answers are as plain texts, from 0 to 1 (difflib's ratio).
+def similarity(answer: str, right: str) -> float:
+    """Return the similarity of two plain texts, from 0 to 1 (difflib's ratio).
 
-    0 where one is over twice as long as the other: their ratio is below 2/3, and costs its square.
+    0 for an answer over twice as long: the ratio is below 2/3, and its cost is quadratic.
 
     >>> similarity("Jane Austin", "jane austen"), similarity("no " * 9**6, "yes")
     (0.9090909090909091, 0.0)
     """
-    if len(said) > 2 * len(right) + 20 or len(said) > LONGEST:
-        return float(said == right)
-    return SequenceMatcher(None, plain(said), plain(right), autojunk=False).ratio()
+    if len(answer) > 2 * len(right) + 20 or len(answer) > LONGEST:
+        return float(answer == right)
+    return SequenceMatcher(None, plain(answer), plain(right), autojunk=False).ratio()
 
 
-def holds_words(said: str, right: str) -> bool:
-    """Return whether a text says an answer as whole words somewhere.
+def holds_words(answer: str, right: str) -> bool:
+    """Return whether a text contains the right answer as whole words.
 
     >>> holds_words("Yes, it is.", "yes"), holds_words("Yesterday", "yes"), holds_words("no.", "")
     (True, False, False)
     """
-    words, asked = [[plain(word) for word in text.split()] for text in (said, right)]
-    places = range(len(words) - len(asked) + 1) if asked else ()
-    return any(words[i] == asked[0] and words[i : i + len(asked)] == asked for i in places)
+    words, target = [[plain(word) for word in text.split()] for text in (answer, right)]
+    places = range(len(words) - len(target) + 1) if target else ()
+    return any(words[i] == target[0] and words[i : i + len(target)] == target for i in places)
 
 
-def same_number(said: str, solution: str) -> bool:
+def same_number(answer: str, solution: str) -> bool:
     """Return whether an answer is the final one of a solution, as in GSM8K.
 
     >>> same_number("72 clips", "48 + 24 = 72 #### 72"), same_number("322", "#### 72")
     (True, False)
     """
-    return same_answer(said, final_answer(solution))
+    return same_answer(answer, final_answer(solution))
 
 
-def same_mathematics(said: str, solution: str, *, symbolic: bool = False) -> bool:
+def same_mathematics(answer: str, solution: str, *, symbolic: bool = False) -> bool:
     r"""Return whether an answer is the boxed one of a solution, as in MATH.
 
-    Plain: the same number, else the same LaTeX without spacing. `symbolic` asks math-verify, which
+    Plain: the same number, else the same LaTeX without spacing. `symbolic` uses math-verify, which
     knows other forms, names and units.
 
     >>> same_mathematics("1/2", r"so \boxed{\dfrac{1}{2}}"), same_mathematics("x+1", r"\boxed{x}")
@@ -104,33 +103,33 @@ def same_mathematics(said: str, solution: str, *, symbolic: bool = False) -> boo
     """
     right = final_answer(solution)
     if symbolic:
-        return symbolic_check()(said, right)
-    if max(len(said), len(right)) > LONGEST:
-        return said == right
-    one, other = _plain(final_answer(said)), _plain(right)
+        return symbolic_check()(answer, right)
+    if max(len(answer), len(right)) > LONGEST:
+        return answer == right
+    one, other = _plain(final_answer(answer)), _plain(right)
     value = _number(one)
     return bool(one) and (one == other or (value is not None and value == _number(other)))
 
 
 def _plain(text: str) -> str:
-    """Return an answer without spacing and signs that say nothing; a word without case."""
+    """Return an answer without spacing and meaningless signs; a word without case."""
     text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\ ", " ").strip().rstrip(".")
     text = BLANK.sub("", WORDS.sub(r"\1", IGNORED.sub("", text)).strip())
     return text.casefold() if re.fullmatch(r"[a-zA-Z]{3,}", text) else text.replace("dfrac", "frac")
 
 
 def _number(text: str) -> Fraction | None:
-    """Return the exact value of a plain number or fraction of whole numbers, None of others."""
-    if found := FRACTION.fullmatch(text):
-        sign, over, under = found[1], found[2] or found[4], found[3] or found[5]
+    """Return the exact value of a plain number or fraction of integers, else None."""
+    if match := FRACTION.fullmatch(text):
+        sign, over, under = match[1], match[2] or match[4], match[3] or match[5]
         return Fraction(int(f"{sign}{over}".replace("--", "")), int(under)) if int(under) else None
     return exactly(text.replace(",", "")) if VALUE.fullmatch(text) else None
 
 
 def symbolic_check() -> Callable[[str, str], bool]:
-    """Return what compares two LaTeX answers by math-verify; ImportError without it."""
+    """Return math-verify's comparison of LaTeX answers; ImportError without the package."""
     try:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(EXTRAS["math_verify"]) from error
-    return lambda said, right: bool(verify(parse(f"${right}$"), parse(f"${said}$")))
+    return lambda answer, right: bool(verify(parse(f"${right}$"), parse(f"${answer}$")))

@@ -1,9 +1,9 @@
-"""Reward functions: one number for a reply, which `Rewarded` weighs and sums.
+"""Reward functions: one number per reply; `Rewarded` weighs and sums them.
 
-A function takes (row, reply), as `Task.reward` does, and returns a number. What went wrong with a
-reply is returned in the number's place, so that `on_error` decides for each reply alone.
-Left out on purpose: a time-out for plain functions, which nothing can stop in their own process;
-`InProcess` is for those that may hang.
+A function takes (row, reply), as `Task.reward` does, and returns a number. An error replaces the
+number of its reply, so that `on_error` applies to each reply alone.
+Left out on purpose: a time-out for plain functions, which cannot be stopped in this process; use
+`SubprocessReward` for those that may hang.
 """
 
 import asyncio
@@ -17,21 +17,21 @@ from envs.tasks.task import Reply, Row
 
 Score = float | Exception  # math.nan: the function does not apply to the reply
 ON_ERROR = ("raise", "zero", "drop_group")
-FAULTS = (Exception, SystemExit, asyncio.CancelledError)  # of a user's code; Ctrl-C is not one
+FAULTS = (Exception, SystemExit, asyncio.CancelledError)  # errors of a user's code; Ctrl-C is none
 
 
 class Refused(Exception):
-    """An error of the set-up, not of a reply: it ends the run whatever `on_error` says."""
+    """An error of the set-up, not of a reply: it ends the run for any `on_error`."""
 
 
 class RewardFunction:
-    """The base: a weight, what an error means, and `scores`, which a subclass overrides.
+    """The base: a weight, the treatment of errors, and `scores`, which a subclass overrides.
 
-    `on_error`: "raise" ends the run; "zero" counts the reply as 0; "drop_group" takes all replies
-    to its prompt out of the loss and of the reward metrics. Both are counted in `reward/errors`.
+    `on_error`: "raise" ends the run; "zero" counts the reply as 0; "drop_group" removes all
+    replies to its prompt from loss and reward metrics. Both count in `reward/errors`.
     """
 
-    tried: ClassVar[bool] = True  # whether a run asks for one score before a model is loaded
+    tried: ClassVar[bool] = True  # whether a run computes one score before it loads a model
 
     def __init__(self, *, weight: float = 1.0, on_error: str = "raise") -> None:
         if on_error not in ON_ERROR:
@@ -41,16 +41,16 @@ class RewardFunction:
         self.weight, self.on_error = weight, on_error
 
     def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
-        """Return for each reply its score, or what went wrong."""
+        """Return the score of each reply, or its error."""
         raise NotImplementedError(f"{type(self).__name__} has no scores(rows, replies)")
 
 
 class Function(RewardFunction):
-    """A function of (row, reply), plain or async; SystemExit is an error of it like any other.
+    """A function of (row, reply), plain or async; SystemExit counts as an error.
 
-    Async ones run together, `at_once` at a time, each with a `timeout` in seconds (null: none). It
-    works wherever the function awaits something: one that blocks (time.sleep, a plain HTTP request,
-    a long computation) is not stopped and holds up the others; name that in an `InProcess`.
+    Async functions run concurrently, at most `at_once`, each with a `timeout` in seconds (null:
+    none). The time-out acts while a function awaits: one that blocks (time.sleep, a plain HTTP
+    request, a long computation) delays the others; use `SubprocessReward` for it.
 
     >>> short = Function(lambda row, reply: 1 / len(reply.text))
     >>> short.scores([{}, {}], [Reply("four", True, []), Reply("", True, [])])
@@ -72,7 +72,7 @@ class Function(RewardFunction):
         self.function, self.timeout, self.at_once = function, timeout, at_once
         self.waits = is_async(function)
         if timeout is not None and not self.waits:
-            raise ValueError(f"timeout={timeout} stops async functions only; use InProcess")
+            raise ValueError(f"timeout={timeout} stops async functions only; use SubprocessReward")
 
     def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
         """Return each reply's score, or the error that the function raised."""
@@ -87,33 +87,33 @@ class Function(RewardFunction):
         return out
 
 
-HELD: dict[str, RewardFunction] = {}  # by the name that a configuration has
+REGISTERED: dict[str, RewardFunction] = {}  # by name in the configuration
 
 
-class Given(RewardFunction):
-    """The function `name` that this process holds in `HELD`; in another one it ends the run."""
+class Registered(RewardFunction):
+    """The function `name` in `REGISTERED`; in a process without it, it ends the run."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.held = name, HELD.get(name)
-        base = self.held or RewardFunction()
+        self.name, self.function = name, REGISTERED.get(name)
+        base = self.function or RewardFunction()
         super().__init__(weight=base.weight, on_error=base.on_error)
 
     def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
-        """Return what the function gives."""
-        if self.held is not None:
-            return self.held.scores(rows, replies)
+        """Return the scores of the function."""
+        if self.function is not None:
+            return self.function.scores(rows, replies)
         gone = f"{self.name} was given to trainer.train by Python code that has ended"
         return [Refused(f"{gone}; put it into a file and name that: docs/own_task.md")] * len(rows)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a function has to be awaited, or an object with an async __call__."""
+    """Return whether a function or an object's __call__ is async."""
     called = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
 
 def as_error(fault: BaseException) -> Exception:
-    """Return what a function raised as the error of its reply."""
+    """Return an exception of a function as the error of its reply."""
     return fault if isinstance(fault, Exception) else RuntimeError(repr(fault))
 
 
@@ -157,10 +157,10 @@ def gather(
 
 
 def finished(work: Coroutine[Any, Any, Any]) -> Any:
-    """Return what a coroutine returns, run to its end."""
+    """Run a coroutine to its end and return the result."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    with ThreadPoolExecutor(1) as pool:  # called inside a loop, as in a notebook
+    with ThreadPoolExecutor(1) as pool:  # inside a running loop, as in a notebook
         return pool.submit(asyncio.run, work).result()

@@ -1,6 +1,6 @@
-"""A language model as the judge, behind any server that speaks OpenAI's chat completions.
+"""A language model as judge, on any server with OpenAI's chat completions.
 
-The key comes from an environment variable and is sent to the server alone: no redirect is followed.
+The key comes from an environment variable and goes to this server only: redirects are not followed.
 Left out on purpose: other protocols, batches by file, judges inside the training process.
 """
 
@@ -32,22 +32,22 @@ End with a line of this form:
 Score: <number from 0 to 10>"""
 PATTERN = r"(?im)^\W*score\W*?(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?\W*$"
 FIELD = re.compile(r"\{(question|reply|answer)\}")
-HOPELESS = (401, 403, 404)  # they end the run
+HOPELESS = (401, 403, 404)  # status codes that end the run
 
 
 class Judge(RewardFunction):
     """A score from POST `url`/chat/completions, e.g. url=http://localhost:8000/v1.
 
-    `prompt` may hold {question} (the last message before the reply), {reply} and {answer} (of the
-    row). The score is the last match of `pattern` in what the judge says, its first group, divided
-    by `out_of`; none, or one outside of 0 to `out_of`, is an error. One try takes at most `timeout`
-    seconds; 429, 5xx and lost connections are tried `tries` times, after `wait`, 2 * `wait`, ...
-    seconds or what the server asks for (at most 60). 401, 403 and 404 end the run. The key sent is
-    that of the environment variable `key_variable`; without one, api.openai.com alone gets
+    `prompt` may contain {question} (the last message before the reply), {reply} and {answer} (of
+    the row). The score is the first group of the last match of `pattern` in the judge's message,
+    divided by `out_of`; no match or a score outside of 0 to `out_of` is an error. A try takes at
+    most `timeout` seconds; 429, 5xx and lost connections are tried `tries` times, after `wait`,
+    2 * `wait`, ... seconds or the server's Retry-After (at most 60). 401, 403 and 404 end the run.
+    The environment variable `key_variable` holds the key; without it only api.openai.com gets
     $OPENAI_API_KEY.
     """
 
-    tried = False  # it costs, and holds no code of a user
+    tried = False  # a call costs money and runs no user code
 
     def __init__(
         self,
@@ -74,35 +74,35 @@ class Judge(RewardFunction):
             raise ValueError(f"expected {{reply}} in prompt, got {prompt[-60:]!r}")
         self.url = f"{url.rstrip('/')}/chat/completions"
         self.prompt, self.pattern, self.out_of = prompt, re.compile(pattern), out_of
-        own = "OPENAI_API_KEY" if urlsplit(url).hostname == "api.openai.com" else ""
-        self.key_variable, self.timeout, self.tries = key_variable or own, timeout, tries
+        default = "OPENAI_API_KEY" if urlsplit(url).hostname == "api.openai.com" else ""
+        self.key_variable, self.timeout, self.tries = key_variable or default, timeout, tries
         self.wait, self.at_once = wait, at_once
         self._tls = httpx.create_ssl_context() if url.startswith("https") else False
         self.options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
 
     def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
-        """Return the judge's score of each reply, or why there is none."""
+        """Return the judge's score of each reply, or the error."""
         return gather(self._score, rows, replies, timeout=None, at_once=self.at_once)
 
     def question(self, row: Row, reply: Reply) -> str:
-        """Return what the judge is asked; fields inside of a field stay as they are."""
+        """Return the prompt for the judge; braces inside of fields stay unchanged."""
         before = reply.messages[:-1] or row.get("messages", [])
         fields = {"question": before[-1]["content"] if before else "", "reply": reply.text}
         fields["answer"] = str(row.get("answer", ""))
-        return FIELD.sub(lambda found: fields[found[1]], self.prompt)
+        return FIELD.sub(lambda match: fields[match[1]], self.prompt)
 
-    def read(self, said: str) -> float:
-        """Return the score, from 0 to 1, in what the judge said; ValueError without one."""
-        found = list(self.pattern.finditer(said))
-        if not found:
-            raise ValueError(f"expected a score as {self.pattern.pattern}, got {said[-80:]!r}")
-        score = float(found[-1][1]) / self.out_of
+    def read(self, verdict: str) -> float:
+        """Return the score, from 0 to 1, in the judge's message; ValueError without one."""
+        matches = list(self.pattern.finditer(verdict))
+        if not matches:
+            raise ValueError(f"expected a score as {self.pattern.pattern}, got {verdict[-80:]!r}")
+        score = float(matches[-1][1]) / self.out_of
         if not 0 <= score <= 1:
-            raise ValueError(f"expected a score from 0 to {self.out_of:g}, got {found[-1][0]!r}")
+            raise ValueError(f"expected a score from 0 to {self.out_of:g}, got {matches[-1][0]!r}")
         return score
 
     async def _score(self, row: Row, reply: Reply) -> float:
-        """Return the score, after as many tries as it takes."""
+        """Request the score, with retries."""
         messages = [{"role": "user", "content": self.question(row, reply)}]
         body = {**self.options, "messages": messages}
         key, fault = os.environ.get(self.key_variable), ""
@@ -123,7 +123,7 @@ class Judge(RewardFunction):
                     raise Refused(f"{self.url}: {fault}; check url, model and ${key_name}")
                 if code != 429 and code < 500:
                     break
-                with suppress(KeyError, ValueError):  # none, or a date
+                with suppress(KeyError, ValueError):  # absent, or a date
                     pause = max(pause, min(float(answer.headers["Retry-After"]), 60.0))
             except TimeoutError:
                 fault = f"no answer within {self.timeout:g} s"

@@ -1,6 +1,6 @@
-"""Reward parsers: transforms that reward the answer that a reply marks with <answer> tags.
+"""Reward parsers: transforms that reward the answer in a reply's <answer> tags.
 
-They look at the reply alone, never at the prompt, in every input mode.
+They read only the reply, never the prompt, in every input mode.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ NAMES = ("reward_answer", "reward_think", "reward_right", "reward", "success")
 
 
 class RewardParser(Transform):
-    """Write what a reply earns, each [B, 1]; a subclass says which answers are right.
+    """Write the rewards of replies, each [B, 1]; a subclass decides which answers are right.
 
     `reward_right` is `correct_reward` for a right answer, `format_reward` for another one in
-    <answer> tags, else 0; it is added to a `reward` [B, 1] that is there already. `reward_answer`
-    and `reward_think` tell whether there are such tags, `success` whether the answer is right.
+    <answer> tags, else 0; it is added to an existing `reward` [B, 1]. `reward_answer` and
+    `reward_think` mark replies with such tags, `success` right answers.
     `out_keys` renames the five. `in_keys`: the action and the ground truth, "answer".
 
     `set_done_if_answer`: any answer ends the episode (True), none does (False), or only a right one
-    ("right"). `input_mode` and the template are those of the env; outside an env a `tokenizer` is
-    needed for texts and tokens. `eos_token` (default: the tokenizer's) is cut off a reply's end.
+    ("right"). `input_mode` and the template are the env's; outside an env, texts and tokens need a
+    `tokenizer`. `eos_token` (default: the tokenizer's) is removed from a reply's end.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class RewardParser(Transform):
         self.set_done_if_answer = set_done_if_answer
         self.format_reward, self.correct_reward = format_reward, correct_reward
 
-    def is_right(self, said: str, solution: str) -> bool:
+    def is_right(self, answer: str, solution: str) -> bool:
         """Return whether an answer is right; subclasses override it."""
-        raise NotImplementedError(f"{type(self).__name__} has no is_right(said, solution)")
+        raise NotImplementedError(f"{type(self).__name__} has no is_right(answer, solution)")
 
     @property
     def input_mode(self) -> str:
-        """Return the mode that was given, else the environment's, else history."""
+        """Return the mode of the constructor, else the environment's, else history."""
         base = None if self.container is None else self.container.base_env
         return self._mode or getattr(base, "input_mode", "history")
 
@@ -66,12 +66,12 @@ class RewardParser(Transform):
         if solutions is None:
             raise ValueError(f"expected the right answers at {self.in_keys[1]!r}, found none")
         solutions = [solutions] * len(next_td) if isinstance(solutions, str) else solutions
-        found = [tagged(self._trimmed(text)) for text, _ in self._replies(tensordict)]
-        pairs = zip(found, solutions, strict=True)
+        parts = [tagged(self._trimmed(text)) for text, _ in self._replies(tensordict)]
+        pairs = zip(parts, solutions, strict=True)
         right = torch.tensor([bool(a) and self.is_right(a, s) for (_, a), s in pairs])
-        answered = torch.tensor([bool(a) for _, a in found])
+        answered = torch.tensor([bool(a) for _, a in parts])
         earned = right * self.correct_reward + (answered & ~right) * self.format_reward
-        thought = torch.tensor([bool(t) for t, _ in found])
+        thought = torch.tensor([bool(t) for t, _ in parts])
         values = (answered.float(), thought.float(), earned.float(), earned.float(), right)
         device = next_td.device
         for key, value in zip(self.out_keys, values, strict=True):
@@ -84,7 +84,7 @@ class RewardParser(Transform):
         return next_td
 
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
-        return td_reset  # nothing has been said yet
+        return td_reset  # there are no replies yet
 
     def _replies(self, tensordict: TensorDictBase) -> list[tuple[str, bool]]:
         renderer = None if self.container is None else self.container.base_env.renderer
@@ -106,39 +106,39 @@ class RewardParser(Transform):
 
 
 class GSM8KRewardParser(RewardParser):
-    """Reward the number that a GSM8K solution has after ####.
+    """Reward the number after #### in a GSM8K solution.
 
     >>> from tensordict import TensorDict
     >>> from policies.chats.containers import ChatHistory
     >>> from policies.chats.history import History
-    >>> said = {"role": "assistant", "content": "<answer>$72</answer>"}
-    >>> full = History.from_chats([[{"role": "user", "content": "48 + 24?"}, said]])
+    >>> reply = {"role": "assistant", "content": "<answer>$72</answer>"}
+    >>> full = History.from_chats([[{"role": "user", "content": "48 + 24?"}, reply]])
     >>> td = TensorDict({"answer": ["#### 72"]}, batch_size=[1])
     >>> td["history"] = ChatHistory(full=full, batch_size=[1])
     >>> GSM8KRewardParser()(td)["reward"].tolist()
     [[1.0]]
     """
 
-    def is_right(self, said: str, solution: str) -> bool:
+    def is_right(self, answer: str, solution: str) -> bool:
         """Return whether it is the solution's number."""
-        return same_number(said, solution)
+        return same_number(answer, solution)
 
 
 class MATHRewardParser(RewardParser):
-    """Reward the answer that a MATH solution has in its \\boxed; `symbolic` asks math-verify."""
+    """Reward the answer in the \\boxed of a MATH solution; `symbolic` uses math-verify."""
 
     def __init__(self, *args: Any, symbolic: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.symbolic = symbolic
 
-    def is_right(self, said: str, solution: str) -> bool:
+    def is_right(self, answer: str, solution: str) -> bool:
         """Return whether it is the boxed answer."""
-        return same_mathematics(said, solution, symbolic=self.symbolic)
+        return same_mathematics(answer, solution, symbolic=self.symbolic)
 
 
 def _added(old: Tensor | None, new: Tensor) -> Tensor:
     if old is None:
         return new
-    if old.shape != new.shape:  # a reward of single tokens would be paid on each
+    if old.shape != new.shape:  # a reward per token would get it at each token
         raise ValueError(f"expected a reward of shape {[*new.shape]}, got {[*old.shape]}")
     return old | new if new.dtype == torch.bool else old + new

@@ -1,24 +1,21 @@
-"""Several weighted rewards for the replies of one task: `env.rewards` in a configuration.
-
-A trained reward model may be one of them.
-"""
+"""Weighted sums of rewards for one task (`env.rewards`), and the reward model among them."""
 
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 
 from envs.rewards.functions import Refused, RewardFunction, Score
-from envs.rewards.validate import columns_hint, error_location, rewards_of
+from envs.rewards.validate import columns_hint, compute_rewards, error_location
 from envs.tasks.learnt_reward import LearntScore
 from envs.tasks.task import Message, Reply, Reward, Row, Split, Task, rewards_anything
 
 
 class Rewarded(Task):
-    """A task whose replies earn `task_weight` times its own reward plus what `rewards` give.
+    """A task whose reward is `task_weight` times its own plus the weighted `rewards`.
 
-    `rewards` by name; each one's unweighted score is the reward part of that name, math.nan where
-    it does not apply. Success is the task's own; of a task that rewards nothing, a total above 0,
-    and a reply to which nothing applies is dropped.
+    `rewards` by name; the unweighted score is the reward part of that name, math.nan if it does
+    not apply. Success is the task's; for a task without rewards it is a total above 0, and a reply
+    without any applicable reward is dropped.
 
     >>> from envs.rewards import Function
     >>> from envs.tasks import SortDigits
@@ -40,7 +37,7 @@ class Rewarded(Task):
                 )
         self.task, self.functions, self.task_weight = task, dict(rewards), task_weight
         self.judges = rewards_anything(task)
-        self._told: set[str] = set()  # functions whose first error was told
+        self._warned: set[str] = set()  # functions whose first error was printed
 
     def rows(self, split: Split) -> Sequence[Row]:
         """Return the task's rows."""
@@ -51,7 +48,7 @@ class Rewarded(Task):
         return self.task.demonstrations()
 
     def respond(self, row: Row, reply: Reply) -> list[Message]:
-        """Return what follows the reply by the task."""
+        """Return the task's messages after the reply."""
         return self.task.respond(row, reply)
 
     def label(self, row: Row) -> str | None:
@@ -59,30 +56,30 @@ class Rewarded(Task):
         return self.task.label(row)
 
     def part_names(self) -> list[str]:
-        """Return the parts of the task and the names of the rewards, without asking for any."""
-        own = self.task.part_names() if self.judges else []
-        if shared := sorted(set(own) & set(self.functions)):
+        """Return the parts of the task and the names of the rewards, without computing any."""
+        parts = self.task.part_names() if self.judges else []
+        if shared := sorted(set(parts) & set(self.functions)):
             raise ValueError(
-                f"expected names in env.rewards other than the task's own parts {', '.join(own)}, "
+                f"expected names in env.rewards other than the task's parts {', '.join(parts)}, "
                 f"got {', '.join(shared)}; rename"
             )
-        return sorted([*own, *self.functions])
+        return sorted([*parts, *self.functions])
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
-        """Return what each reply earns by all rewards together."""
-        own = [Reward(0.0, {}, False)] * len(rows)
+        """Return the sum of all rewards of each reply."""
+        base = [Reward(0.0, {}, False)] * len(rows)
         if self.judges:
-            own = rewards_of(self.task, rows, replies)
+            base = compute_rewards(self.task, rows, replies)
         scores = {name: f.scores(rows, replies) for name, f in self.functions.items()}
         return [
-            self._sum(reward, {name: found[i] for name, found in scores.items()}, rows[i])
-            for i, reward in enumerate(own)
+            self._sum(reward, {name: column[i] for name, column in scores.items()}, rows[i])
+            for i, reward in enumerate(base)
         ]
 
-    def _sum(self, own: Reward, scores: Mapping[str, Score], row: Row) -> Reward:
-        """Return the task's own reward with these scores added."""
-        total, parts = self.task_weight * own.total, dict(own.parts)
-        errors, dropped = own.errors, own.dropped
+    def _sum(self, base: Reward, scores: Mapping[str, Score], row: Row) -> Reward:
+        """Return the task's reward with these scores added."""
+        total, parts = self.task_weight * base.total, dict(base.parts)
+        errors, dropped = base.errors, base.dropped
         for name, score in scores.items():
             function = self.functions[name]
             if isinstance(score, Exception):
@@ -94,7 +91,7 @@ class Rewarded(Task):
             if not math.isnan(score):
                 total += function.weight * score
         applied = self.judges or errors or not all(math.isnan(parts[name]) for name in scores)
-        success = own.success if self.judges else total > 0
+        success = base.success if self.judges else total > 0
         return Reward(total, parts, success, errors, dropped or not applied)
 
     def _tell(self, name: str, error: Exception, row: Row) -> None:
@@ -102,23 +99,23 @@ class Rewarded(Task):
         if isinstance(error, Refused):
             raise ValueError(f"env.rewards.{name}: {error}") from error
         text = f"reward {name}: {type(error).__name__}: {error}"
-        notes = "; ".join(getattr(error, "__notes__", ()))  # of another process
+        notes = "; ".join(getattr(error, "__notes__", ()))  # from another process
         if place := notes or error_location(error):
             text += f" ({place}{columns_hint(error, [row])})"
         action = self.functions[name].on_error
         if action == "raise":
             remedy = "correct the function, or set its on_error to zero or drop_group"
             raise RuntimeError(f"{text}; {remedy}") from error
-        if name not in self._told:
-            self._told.add(name)
+        if name not in self._warned:
+            self._warned.add(name)
             warnings.warn(f"{text} (on_error={action}; counted in reward/errors)", stacklevel=2)
 
 
 class RewardModel(RewardFunction):
     """The score of a `GPT2RewardModel` at the end of each chat, within +-`score_clip`.
 
-    `model` is a folder with the model and its tokenizer, loaded when the first reply comes;
-    train.py makes one of experiment:<name>.
+    `model` is a folder with the model and its tokenizer, loaded at the first reply; train.py
+    resolves experiment:<name> to a folder.
     """
 
     tried = False  # it would load a model

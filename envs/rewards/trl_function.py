@@ -1,6 +1,6 @@
-"""A reward function that was written for TRL, as it is: of a whole batch, by keywords.
+"""Run reward functions written for TRL unchanged: on a batch, with keyword arguments.
 
-Left out on purpose: what only TRL's trainer has (token ids, its state, its logs, environments).
+Left out on purpose: arguments of TRL's trainer (token ids, its state, its logs, environments).
 """
 
 import inspect
@@ -10,7 +10,7 @@ from typing import Any
 
 from envs.rewards.functions import (
     FAULTS,
-    HELD,
+    REGISTERED,
     Function,
     Refused,
     RewardFunction,
@@ -27,10 +27,10 @@ HIDDEN = {"messages", "prompt", "prompts", "completion", "completions"}  # as co
 class TRLFunction(RewardFunction):
     """A function f(prompts, completions, **columns) for TRL's GRPOTrainer, plain or async.
 
-    It returns a number for each reply, None for one that it does not judge. Prompts and completions
-    are texts where the data's prompts are, else lists of messages, unless `conversational` says
-    which; columns are those of the data. A batch that fails is tried again reply by reply, unless
-    on_error=raise; anything but a reward for each reply ends the run.
+    It returns a number per reply, None for replies that it does not judge. Prompts and completions
+    are texts if the data's prompts are, else lists of messages; `conversational` overrides this.
+    Columns are those of the data. A batch that fails is repeated reply by reply unless
+    on_error=raise; a result without a reward for each reply ends the run.
 
     >>> def short(completions, most, **kwargs):
     ...     return [len(c[0]["content"]) <= n if n else None for c, n in zip(completions, most)]
@@ -57,7 +57,7 @@ class TRLFunction(RewardFunction):
         ]
 
     def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
-        """Return each reply's score, math.nan for None, or what went wrong."""
+        """Return each reply's score, math.nan for None, or its error."""
         if not rows:
             return []
         try:
@@ -73,17 +73,17 @@ class TRLFunction(RewardFunction):
         return [self.scores([row], [reply])[0] for row, reply in zip(rows, replies, strict=True)]
 
     def _arguments(self, rows: Sequence[Row], replies: Sequence[Reply]) -> dict[str, Any]:
-        """Return what the function is called with; Refused if it needs more."""
+        """Return the arguments of the function; Refused if it needs more."""
         pairs = list(zip(rows, replies, strict=True))
         prompts: list[Any] = [reply.messages[:-1] or row["messages"] for row, reply in pairs]
-        said: list[Any] = [[assistant(reply.text)] for reply in replies]
+        completions: list[Any] = [[assistant(reply.text)] for reply in replies]
         texts = self.conversational is False
         if texts or (self.conversational is None and isinstance(rows[0].get("question"), str)):
             prompts = [chat[-1]["content"] for chat in prompts]
-            said = [reply.text for reply in replies]
+            completions = [reply.text for reply in replies]
         cells = [row.get("columns", row) for row in rows]
         names = dict.fromkeys(name for row in cells for name in row if name not in HIDDEN)
-        out = {"prompts": prompts, "completions": said}
+        out = {"prompts": prompts, "completions": completions}
         out |= {name: [row.get(name) for row in cells] for name in names}
         if lacking := [name for name in self.needs if name not in out]:
             raise Refused(
@@ -97,13 +97,13 @@ async def _wait(work: Awaitable[Any]) -> Any:
     return await work
 
 
-def hold(name: str, function: Callable[..., Any] | RewardFunction) -> None:
-    """Keep a function of (row, reply), or of TRL's (prompts, completions, ...), for `Given`."""
+def register(name: str, function: Callable[..., Any] | RewardFunction) -> None:
+    """Register a function of (row, reply) or of TRL's (prompts, completions, ...) by name."""
     if not isinstance(function, RewardFunction):
         function = (TRLFunction if is_of_trl(function) else Function)(function)
-    HELD[name] = function
+    REGISTERED[name] = function
 
 
 def is_of_trl(function: Callable[..., Any]) -> bool:
-    """Return whether a function takes what TRL gives its own."""
+    """Return whether a function takes TRL's arguments."""
     return not {"prompts", "completions"}.isdisjoint(inspect.signature(function).parameters)

@@ -1,4 +1,4 @@
-"""Check what a task and its rewards return; an error names the file and line of the user's code."""
+"""Check results of a task and its rewards; errors name file and line of the user's code."""
 
 import copy
 import math
@@ -22,11 +22,11 @@ NOT_USERS = (
 )
 
 
-def rewards_of(task: Task, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
-    """Return what a task gives each reply; a plain number is a `Reward` without parts.
+def compute_rewards(task: Task, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
+    """Compute a task's rewards of replies; a plain number becomes a `Reward` without parts.
 
-    ValueError unless there is a finite one for each reply. An error of the task's own code is noted
-    with its file and line.
+    ValueError unless every reply has a finite one. An error of the task's code gets a note with
+    its file and line.
     """
     process = os.getpid()
     try:
@@ -37,7 +37,7 @@ def rewards_of(task: Task, rows: Sequence[Row], replies: Sequence[Reply]) -> lis
             error.add_note(f"{where}{columns_hint(error, rows)}")
         raise
     finally:
-        if os.getpid() != process:  # a child that the reward forked would go on with the run
+        if os.getpid() != process:  # a child that the reward forked would continue the run
             error = sys.exc_info()[1]
             os._exit(int(bool(getattr(error, "code", error))))
     name = type(task).__name__
@@ -58,7 +58,7 @@ def rewards_of(task: Task, rows: Sequence[Row], replies: Sequence[Reply]) -> lis
 
 
 def as_reward(value: Any) -> Reward | None:
-    """Return a reward, or a number as one that counts as a success above 0; None if it is neither.
+    """Return a reward, or a number as a reward with success above 0; None for anything else.
 
     >>> as_reward(0.5)
     Reward(total=0.5, parts={}, success=True, errors=0, dropped=False)
@@ -66,13 +66,13 @@ def as_reward(value: Any) -> Reward | None:
     number = value.total if isinstance(value, Reward) else value
     if isinstance(number, str) or not hasattr(number, "__float__") or getattr(number, "ndim", 0):
         return None
-    if not math.isfinite(number := float(number)):  # one would make every advantage NaN
+    if not math.isfinite(number := float(number)):  # it would make every advantage NaN
         return None
     return value if isinstance(value, Reward) else Reward(number, {}, number > 0)
 
 
 def error_location(error: BaseException) -> str:
-    """Return file and line of the innermost code that is neither leash's nor a library's, or "".
+    """Return file and line of the innermost user code, not leash's or a library's, or "".
 
     >>> try:
     ...     {}["a"]
@@ -86,7 +86,7 @@ def error_location(error: BaseException) -> str:
 
 
 def columns_hint(error: Exception, rows: Sequence[Row]) -> str:
-    """Return where a key is that a row lacks but its data has."""
+    """Return a hint for a key that a row lacks but its data's columns may have."""
     key, cells = (error.args or (None,))[0], rows[0].get("columns") if rows else None
     if not isinstance(error, KeyError) or not cells or key in rows[0]:
         return ""
@@ -94,10 +94,10 @@ def columns_hint(error: Exception, rows: Sequence[Row]) -> str:
 
 
 def try_reward(task: Task) -> None:
-    """Ask a task once what a reply to its first row earns, before a model is loaded.
+    """Compute the reward of a reply to a task's first row, before a model is loaded.
 
-    The reply is the row's answer, or empty where that is no text. Judges and reward models are not
-    asked, what on_error forgives is a warning.
+    The reply is the row's answer, or empty if that is not a text. Judges and reward models are
+    skipped; errors that on_error allows are warnings.
     """
     task = _without_costly(task)
     if not rewards_anything(task):
@@ -105,8 +105,8 @@ def try_reward(task: Task) -> None:
     row = task.rows("train")[0]
     text = row["answer"] if isinstance(row.get("answer"), str) else ""
     try:
-        with chdir(os.getcwd()):  # a reward may leave it, and paths are still to be read
-            rewards_of(task, [row], [Reply(text, True, [*row["messages"], assistant(text)])])
+        with chdir(os.getcwd()):  # a reward may change the folder; relative paths are still needed
+            compute_rewards(task, [row], [Reply(text, True, [*row["messages"], assistant(text)])])
     except Exception as error:
         error.add_note(f"tried on the first row with the reply {text!r:.80}")
         raise
@@ -124,10 +124,10 @@ def _without_costly(part: Any) -> Any:
 
 
 def complaint(make: Callable[[], Any], name: str, *, rows: str | None, rewards: bool) -> str | None:
-    """Return in one line what making a task and reading its rows complains about, or None.
+    """Build a task and read its rows; return the error in one line, or None.
 
-    `rows`: the method that a source of demonstrations or preferences asks; `rewards`: whether it
-    must reward replies.
+    `rows`: the method that a source of demonstrations or preferences calls; `rewards`: whether the
+    task must reward replies.
     """
     try:
         task = make()
@@ -141,7 +141,7 @@ def complaint(make: Callable[[], Any], name: str, *, rows: str | None, rewards: 
             remedy = "override reward(row, reply) or give env.rewards"
             why = f"which GRPO, PPO and evaluations need; {remedy}"
             return f"{name} rewards nothing, {why}, or set eval.num_samples=0 eval.greedy=false"
-    except Exception as error:  # a task is anybody's code
+    except Exception as error:  # a task is user code
         text = in_one_line(error)
         return text if text.startswith("env.") else f"{name}: {text}"
     return None
@@ -155,7 +155,7 @@ def _check_rows(rows: Any, name: str) -> None:
 
 
 def in_one_line(error: Exception) -> str:
-    """Return an error as one line, with its place in the user's code."""
+    """Return an error as one line, with its location in the user's code."""
     text, place = " ".join(str(error).split()), error_location(error)
     if not isinstance(error, (ValueError, NotImplementedError, ImportError)):
         text = f"{type(error).__name__}: {text}"

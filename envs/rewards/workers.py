@@ -1,9 +1,8 @@
-"""Functions in processes of their own, which are killed when they hang and replaced when they die.
+"""Run functions in worker processes, which are killed if they hang and replaced if they die.
 
-For trusted code that may be slow, hang in C or crash: a rank waits for it for a bounded time. A
-worker is a fresh Python (no fork: safe beside CUDA and threads) in a session of its own, so that
-its children die with it; it ends when its owner does. What it prints goes to stderr.
-Code of the policy belongs into envs/sandbox.py.
+For trusted code that may be slow, hang in C or crash: a rank waits a bounded time. A worker is a
+fresh Python (no fork: safe with CUDA and threads) in a new session, so that its children die with
+it; it ends with its owner. Its output goes to stderr. Code of the policy runs in envs/sandbox.py.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ BOOT = "import sys; from envs.rewards.workers import serve; serve(*map(int, sys.
 START = 120.0  # seconds for a worker's imports on a busy machine
 
 
-class InProcess(RewardFunction):
+class SubprocessReward(RewardFunction):
     """A function of (row, reply) in `processes` worker processes, killed after `timeout` seconds.
 
-    The function has to stand in a module, by a name; rows and replies are pickled. A batch of n
+    The function must be importable from a module; rows and replies are pickled. A batch of n
     replies takes at most ceil(n / processes) time-outs.
     """
 
@@ -65,7 +64,7 @@ def _score(value: Any) -> Score:
 
 
 class LazyFunction:
-    """A function that every worker makes by `maker()` as it starts, as behind a slow import."""
+    """A function that every worker builds by `maker()` at its start, e.g. after a slow import."""
 
     def __init__(self, maker: Callable[[], Callable]) -> None:
         self.maker = maker
@@ -75,7 +74,7 @@ class LazyFunction:
 
 
 class Workers:
-    """Processes that call one function, each started at the first call of its thread.
+    """A pool of processes that call one function, each started at its thread's first call.
 
     >>> import operator
     >>> Workers(operator.truediv, timeout=5, processes=1).map([(1, 2), (1, 0)])
@@ -114,7 +113,7 @@ class Workers:
             worker.kill()
 
     def close(self) -> None:
-        """End the processes, for good."""
+        """End the processes."""
         self._kill()
         self._threads.shutdown()
 
@@ -130,14 +129,14 @@ class Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             pass_fds=[far.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what it prints is no output of ours
+            stdout=2,  # keep its output out of ours
             start_new_session=True,
         )
         far.close()
         self.kill = weakref.finalize(self, _kill, self.process)
 
     def call(self, call: Any, timeout: float) -> Any:
-        """Return the result of a call; what went wrong is returned in its place."""
+        """Return the result of a call, or the error in its place."""
         late = False
         try:
             self.pipe.send(call)
@@ -146,7 +145,7 @@ class Worker:
             late = True
         except (EOFError, OSError):
             pass  # the worker died
-        except Exception as error:  # what cannot be pickled, or unpickled here
+        except Exception as error:  # pickling or unpickling failed
             return error
         self.kill()
         if late:
@@ -161,7 +160,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def serve(pipe: int, owner: int) -> None:
-    """Be a worker: load the function, then answer calls until the pipe closes."""
+    """Run a worker: load the function, then answer calls until the pipe closes."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; only Linux has it
     if os.getppid() != owner:
@@ -183,5 +182,5 @@ def serve(pipe: int, owner: int) -> None:
                 value.add_note(error_location(fault))
             try:
                 connection.send(value)
-            except Exception as error:  # what cannot be pickled
+            except Exception as error:  # pickling failed
                 connection.send(RuntimeError(f"{value!r:.200}: {error}"))

@@ -1,4 +1,4 @@
-"""What chats are about: rows, rewards and what comes after a reply. Torch-free, loaded on use."""
+"""Tasks: rows, rewards and messages after a reply. Torch-free; names load on first use."""
 
 from typing import TYPE_CHECKING
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from envs.rewards.answers import holds_words, plain, similarity
 from envs.tasks.dataset import DatasetTask
-from envs.tasks.math_words import final_answer, said_answer
+from envs.tasks.math_words import extract_answer, final_answer
 from envs.tasks.task import Reply, Reward, Row
 
 MATCHES = ("exact", "words", "normalised", "fuzzy")
@@ -13,12 +13,12 @@ MATCHES = ("exact", "words", "normalised", "fuzzy")
 class Answers(DatasetTask):
     """Questions of a data set, rewarded for the right answer, which is any text or number.
 
-    What a reply says is what it marks by ####, <answer> or \\boxed, else all of it, its thoughts
-    left out. `match`: how that and the right answer are compared.
+    A reply's answer is its text marked by ####, <answer> or \\boxed, else all of it without
+    thoughts. `match` compares it with the right answer.
     exact: the same characters. normalised: the same words, without case, punctuation and spacing; a
-    number by its value. words: the reply says the right answer as whole words somewhere, also one
-    that says every answer there is. fuzzy: alike by at least `threshold`, a typing error in ten
-    letters at 0.9; the part `similarity` says how much.
+    number by its value. words: the reply contains the right answer as whole words, even if it lists
+    every possible answer. fuzzy: a similarity of at least `threshold`, one typing error in ten
+    letters at 0.9; the part `similarity` is its value.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "two.jsonl"
@@ -45,7 +45,7 @@ class Answers(DatasetTask):
     def prepare(self, row: Row) -> Row:
         """Return the row with its right answer as "final"."""
         final = final_answer(row["answer"])
-        if not final or not plain(final) or final == "NaN":  # pandas writes what is missing so
+        if not final or not plain(final) or final == "NaN":  # pandas writes missing values so
             raise ValueError(
                 f"row {row['index']}, answer: expected a text after its mark, got "
                 f"{row['answer']!r:.80}; correct or remove the row"
@@ -53,12 +53,12 @@ class Answers(DatasetTask):
         return {**row, "final": final}
 
     def reward(self, row: Row, reply: Reply) -> Reward:
-        """Return 1 if the reply says the right answer, else 0."""
-        said, right = said_answer(reply.text)[0], row["final"]
+        """Return 1 if the reply's answer is right, else 0."""
+        answer, right = extract_answer(reply.text)[0], row["final"]
         if self.match == "fuzzy":
-            alike = similarity(said, right)
+            alike = similarity(answer, right)
             correct = alike >= self.threshold
             return Reward(float(correct), {"correct": correct, "similarity": alike}, correct)
         same = {"words": holds_words, "exact": str.__eq__}.get(self.match)
-        correct = same(said, right) if same else plain(said) == plain(right)
+        correct = same(answer, right) if same else plain(answer) == plain(right)
         return Reward(float(correct), {"correct": float(correct)}, success=correct)

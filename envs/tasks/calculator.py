@@ -1,10 +1,10 @@
-"""Multiply two numbers with a calculator at hand: two turns, for the tiny model.
+"""Multiply two numbers with a calculator tool: two turns, for the tiny model.
 
-A reply "calc: 57*83" is a call: the result comes as a message of role tool, and the policy speaks
-again. Any other reply is the answer. The tiny model cannot multiply, so that calling without a typo
-is all there is to learn: always calling and copying the result is right every time.
-Its demonstrations call in a quarter of the cases only, and with a typo in 30 % of those.
-Held out are whole pairs of factors, in any order, one in eight by a hash.
+A reply "calc: 57*83" is a call: the result is a message of role tool, and the policy replies again.
+Any other reply is the answer. The tiny model cannot multiply; it must learn to call without a typo
+and to copy the result, which is always right.
+The demonstrations call in a quarter of the cases only, and with a typo in 30 % of those.
+One in eight pairs of factors, in any order, is held out by a hash.
 """
 
 import random
@@ -17,7 +17,7 @@ QUESTION = "What is {} * {}?"
 CALL = re.compile(r"calc: ([0-9]{1,6})([-+*])([0-9]{1,6})")
 WORK = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 FACTORS = range(32, 100)  # every product has four digits
-HELD_OUT = 8  # one pair of factors in so many
+HELD_OUT = 8  # one pair of factors in 8
 CALLS, TYPOS = 0.25, 0.3  # shares: of the demonstrations, and of their calls
 
 
@@ -26,7 +26,7 @@ class Calculator(Generated):
 
     `num_rows` train rows and 200 eval rows with factors of 32 to 99, a function of `seed`; the eval
     rows do not depend on it. The reward is 1 for a reply that is the right number and ends by
-    itself, else 0. `reward_part/called` counts the calls that were given a result.
+    itself, else 0. `reward_part/called` counts the calls with a result.
 
     >>> task = Calculator(num_rows=10)
     >>> row = task.row(57, 83)
@@ -44,7 +44,7 @@ class Calculator(Generated):
         return {"messages": [user(QUESTION.format(a, b))], "factors": [a, b], "answer": str(a * b)}
 
     def reward(self, row: Row, reply: Reply) -> Reward:
-        """Return 1 for the answer and nothing else."""
+        """Return 1 for a reply of exactly the answer, else 0."""
         exact = reply.complete and reply.text.strip() == row["answer"]
         parts = {"exact": float(exact), "called": float(calculate(reply) is not None)}
         return Reward(total=float(exact), parts=parts, success=exact)
@@ -55,7 +55,7 @@ class Calculator(Generated):
         return [] if result is None else [{"role": "tool", "content": result}]
 
     def play(self, row: Row, rng: random.Random) -> list[Message]:
-        """Guess the answer outright, or use the calculator."""
+        """Answer directly, or use the calculator."""
         if rng.random() >= CALLS:
             return [assistant(row["answer"])]
         a, b = row["factors"]
@@ -64,9 +64,9 @@ class Calculator(Generated):
             place = rng.choice([0, 1, 3, 4])
             wrong = rng.choice([d for d in "123456789" if d != typed[place]])
             typed = typed[:place] + wrong + typed[place + 1 :]
-        said = Reply(f"calc: {typed}", True, [])
-        (result,) = self.respond(row, said)
-        return [assistant(said.text), result, assistant(result["content"])]
+        call = Reply(f"calc: {typed}", True, [])
+        (result,) = self.respond(row, call)
+        return [assistant(call.text), result, assistant(result["content"])]
 
     def sample_rows(self, rng: random.Random, count: int, *, held_out: bool) -> list[Row]:
         rows: list[Row] = []
@@ -78,7 +78,7 @@ class Calculator(Generated):
 
 
 def calculate(reply: Reply) -> str | None:
-    """Return the result of a whole reply that is a call, None for any other reply.
+    """Return the result of a reply that is exactly a call, None for any other reply.
 
     >>> calculate(Reply("calc: 7-9", True, [])), calculate(Reply("calc: 7/9", True, []))
     ('-2', None)

@@ -1,4 +1,4 @@
-"""Tasks whose rows come from a data set: a subclass says what a reply earns, and no more."""
+"""Tasks with rows of a data set; a subclass adds the reward."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ SORTED_DIGITS = Path(__file__).parent / "data" / "sorted_digits_preferences.json
 
 
 class DatasetTask(Task):
-    """Rows of a file or of the hub, as `envs.chat_rows.load_chats` reads them.
+    """Rows of a file or of the hub, read by `envs.chat_rows.load_chats`.
 
-    A row has "messages" (the prompt), "answer" (the data's own reply), "index", "columns" (all its
-    cells by column name) and what `prepare` adds. Override `reward`.
+    A row has "messages" (the prompt), "answer" (the data's reply), "index", "columns" (all cells by
+    column name) and the additions of `prepare`. Override `reward`.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "two.jsonl"
@@ -30,8 +30,8 @@ class DatasetTask(Task):
     1.0
     """
 
-    packaged: str | None = None  # the data file taken where none is given
-    answers = True  # whether every row needs one
+    packaged: str | None = None  # the default data file
+    answers = True  # whether every row needs an answer
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class DatasetTask(Task):
         eval_split: str | None = None,
         seed: int = 0,
     ) -> None:
-        found = load_chats(
+        splits = load_chats(
             dataset or self.packaged,
             eval_dataset=eval_dataset,
             columns=columns,
@@ -52,21 +52,21 @@ class DatasetTask(Task):
             seed=seed,
             answers=self.answers,
         )
-        self._rows = {name: map_rows(self.prepare, rows) for name, rows in found.items()}
+        self._rows = {name: map_rows(self.prepare, rows) for name, rows in splits.items()}
         if type(self).prepare is not DatasetTask.prepare:
-            for rows in self._rows.values():  # what is wrong with one on disk is told before a run
+            for rows in self._rows.values():  # report faulty rows on disk before a run
                 deque(rows, maxlen=0)
 
     def prepare(self, row: Row) -> Row:
-        """Return the row with what the reward needs; a row that lacks it is a ValueError."""
+        """Return the row with additions for the reward; ValueError for a faulty row."""
         return row
 
     def rows(self, split: Split) -> Sequence[Row]:
-        """Return the prompts of a split with the data's own answers."""
+        """Return the prompts of a split with the data's answers."""
         return self._rows[split]
 
     def demonstrations(self) -> Sequence[Row]:
-        """Return the train chats, the answer as their last message."""
+        """Return the train chats, with the answer as last message."""
         return map_rows(_demonstration, self._rows["train"])
 
 
@@ -75,7 +75,7 @@ def _demonstration(row: Row) -> Row:
 
 
 class Prompts(DatasetTask):
-    """Prompts alone, which `env.rewards` judges; a reply that earns more than 0 is right.
+    """Prompts without answers, for `env.rewards`; a reply with a reward above 0 is right.
 
     A row has an "answer" only if `columns` names its column; "columns" has all cells.
 
@@ -94,9 +94,9 @@ class Prompts(DatasetTask):
 
 
 class Chats(DatasetTask):
-    """Whole chats whose last message is the assistant's, for SFT.
+    """Full chats with a last message of the assistant, for SFT.
 
-    A reply is right if it says the same words as the data's answer.
+    A reply is right if its words are those of the data's answer.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "chats.jsonl"
@@ -115,10 +115,10 @@ class Chats(DatasetTask):
 
 
 class Preferences(DatasetTask):
-    """Rows of a data set with a column "rejected" beside the prompt and the better answer.
+    """Rows of a data set with a column "rejected" in addition to prompt and better answer.
 
-    The rest as in `DatasetTask`; `columns` may say that the better answer is called "chosen". The
-    packaged pairs: digits sorted, and wrong (unchanged, descending, two swapped, one replaced).
+    The rest as in `DatasetTask`; `columns` may name "chosen" as the better answer. The packaged
+    pairs: sorted digits, and wrong ones (unchanged, descending, two swapped, one replaced).
 
     >>> row = Preferences().preferences()[0]
     >>> sorted(row["chosen"]) == list(row["chosen"]), row["chosen"] != row["rejected"]

@@ -1,9 +1,9 @@
-"""Chats whose turns another library plays: open episodes, found again by what was said in them.
+"""Tasks on stateful environments of other libraries: episodes, stored by the messages so far.
 
-A task is asked with the messages of a chat and remembers nothing; an environment of others is an
-object that goes on from turn to turn. An episode is kept open under its chat; where none is open
-(more chats than `at_once`), one is opened and the chat said again, and it must answer as before.
-All of it happens in the event loop of one thread, which keeps connections alive in between.
+A task is stateless and gets the messages of a chat; an external environment keeps state from turn
+to turn. An open episode is stored under its chat. If none is open (more chats than `at_once`), a
+new one replays the chat and must answer as before. All of it runs in the event loop of one thread,
+which keeps connections alive between turns.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from envs.tasks.task import Message, Reply, Reward, Row, Split, Task
 
 @dataclass(frozen=True)
 class Turn:
-    """What follows a reply: messages, none at the end of the chat; its reward, none for nothing.
+    """The messages after a reply ([] ends the chat) and its reward (None: no reward).
 
-    `state` is the environment's own, for `Episodes.finish`.
+    `state` is the environment's state, for `Episodes.finish`.
     """
 
     messages: list[Message]
@@ -36,17 +36,17 @@ class Episode:
     """One chat of an environment."""
 
     async def answer(self, reply: Reply) -> Turn:
-        """Return what follows a reply."""
+        """Return the turn after a reply."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Give up what the episode holds."""
+        """Release the episode's resources."""
 
 
 class Episodes(Task):
     """The base: a subclass has `_rows` by split, `names` (of its reward parts) and `open`.
 
-    A row has "messages" and "place", a name of its own. `at_once`: episodes open at a time.
+    A row has "messages" and "place", a unique name. `at_once`: the maximum of open episodes.
     """
 
     names: Sequence[str] = ()
@@ -57,14 +57,14 @@ class Episodes(Task):
         self._free = asyncio.Semaphore(at_once)
         self._open: dict[str, list[Episode]] = {}  # by chat, the oldest first
         self._count = 0  # episodes that are open or about to be
-        self._turns: dict[int, tuple[Reply, Turn]] = {}  # of the last rewards
+        self._turns: dict[int, tuple[Reply, Turn]] = {}  # turns of the last rewards
 
     async def open(self, row: Row) -> Episode:
-        """Return an episode that begins with the row."""
+        """Open an episode that begins with the row."""
         raise NotImplementedError
 
     async def finish(self, rows: Sequence[Row], turns: list[Turn]) -> list[Turn]:
-        """Return the turns of these rows once all of them are there."""
+        """Complete the turns of these rows after all of them were played."""
         return turns
 
     def rows(self, split: Split) -> Sequence[Row]:
@@ -72,24 +72,24 @@ class Episodes(Task):
         return self._rows[split]
 
     def part_names(self) -> list[str]:
-        """Return the names of the reward parts, without playing."""
+        """Return the names of the reward parts without playing."""
         return sorted(self.names)
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
-        """Return what each reply earns; what follows it is kept for `respond`."""
+        """Return the reward of each reply; store the next messages for `respond`."""
         turns = _run(self._play(rows, replies))
         self._turns = {id(r): (r, turn) for r, turn in zip(replies, turns, strict=True)}
         nothing = Reward(0.0, dict.fromkeys(self.names, math.nan), False)
         return [turn.reward or nothing for turn in turns]
 
     def respond(self, row: Row, reply: Reply) -> list[Message]:
-        """Return what follows the reply, as `rewards` heard it."""
+        """Return the messages after the reply, stored by `rewards`."""
         if id(reply) not in self._turns:
             self.rewards([row], [reply])
         return self._turns[id(reply)][1].messages
 
     def close(self) -> None:
-        """Close the episodes that wait for a reply."""
+        """Close all waiting episodes."""
         while self._open:
             _run(self._leave(self._take(next(iter(self._open)))))
 
@@ -98,36 +98,36 @@ class Episodes(Task):
         return await self.finish(rows, await asyncio.gather(*(self._turn(*p) for p in pairs)))
 
     async def _turn(self, row: Row, reply: Reply) -> Turn:
-        """Say the reply in its episode, which is looked for or brought to where the chat is."""
+        """Play the reply in the chat's open episode, or in a new one after a replay."""
         added = reply.messages[0]["role"] == "system" != row["messages"][0]["role"]
-        said = reply.messages[len(row["messages"]) + added :]
+        past = reply.messages[len(row["messages"]) + added :]
         async with self._free:
-            key = _key(row, said[:-1])
-            episode = self._take(key) if key in self._open else await self._replay(row, said[:-1])
+            key = _key(row, past[:-1])
+            episode = self._take(key) if key in self._open else await self._replay(row, past[:-1])
             try:
                 turn = await episode.answer(reply)
             except BaseException:
                 await self._leave(episode)
                 raise
             if turn.messages:
-                key = _key(row, [*said, *turn.messages])
+                key = _key(row, [*past, *turn.messages])
                 self._open.setdefault(key, []).append(episode)
             else:
                 await self._leave(episode)
         return turn
 
     def _take(self, key: str) -> Episode:
-        """Return an open episode of this chat, which is then nobody else's."""
+        """Remove and return an open episode of this chat."""
         episode = self._open[key].pop()
         if not self._open[key]:
             del self._open[key]
         return episode
 
     async def _enter(self, row: Row) -> Episode:
-        """Open an episode, for which the oldest that waits makes room; hold `_free` for it."""
+        """Open an episode, if needed after closing the oldest waiting one; needs `_free`."""
         self._count += 1
         try:
-            while self._count > self.at_once:  # one waits, for fewer than at_once play
+            while self._count > self.at_once:  # one is waiting: fewer than at_once play
                 await self._leave(self._take(next(iter(self._open))))
             return await self.open(row)
         except BaseException:
@@ -139,13 +139,13 @@ class Episodes(Task):
         self._count -= 1
         await episode.close()
 
-    async def _replay(self, row: Row, said: list[Message]) -> Episode:
-        """Return a new episode in which this was said; ValueError if it answers otherwise."""
+    async def _replay(self, row: Row, past: list[Message]) -> Episode:
+        """Replay past messages in a new episode; ValueError if it answers differently."""
         episode = await self._enter(row)
-        for place in (i for i, message in enumerate(said) if message["role"] == "assistant"):
-            told = Reply(said[place]["content"], True, said[: place + 1])
-            again = (await episode.answer(told)).messages
-            before = said[place + 1 : place + 1 + len(again)]
+        for place in (i for i, message in enumerate(past) if message["role"] == "assistant"):
+            reply = Reply(past[place]["content"], True, past[: place + 1])
+            again = (await episode.answer(reply)).messages
+            before = past[place + 1 : place + 1 + len(again)]
             if not again or _texts(again) != _texts(before):
                 await self._leave(episode)
                 raise ValueError(
@@ -157,7 +157,7 @@ class Episodes(Task):
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return what a coroutine returns in the thread of all episodes."""
+    """Run a coroutine in the thread of all episodes; return its result."""
     return asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()
 
 
@@ -172,5 +172,5 @@ def _texts(messages: Sequence[Message]) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in messages]
 
 
-def _key(row: Row, said: Sequence[Message]) -> str:
-    return json.dumps([row["place"], _texts(said)])
+def _key(row: Row, messages: Sequence[Message]) -> str:
+    return json.dumps([row["place"], _texts(messages)])

@@ -1,9 +1,9 @@
-"""Short factual questions with one checkable answer, which the embedded model half knows.
+"""Short factual questions with one checkable answer; the embedded model knows about half.
 
-Subjects of train and eval are apart, by the list in data/facts.json: what carries over to eval is
-answering shortly and surely, not the facts. Listed are the places whose capital the model completes
-with probability above 0.3 after "The capital of X is"; 40 of them, drawn at random, are held out.
-A reply is right if it names the answer, names no other answer of the same kind, and ends by itself.
+Train and eval have different subjects (data/facts.json): short, certain answers carry over to eval,
+facts do not. The list has the places whose capital the model completes with probability above 0.3
+after "The capital of X is"; 40 random ones are held out.
+A reply is right if it names the answer, no other answer of the same kind, and ends by itself.
 """
 
 import json
@@ -48,12 +48,12 @@ class Facts(Task):
 
     def reward(self, row: Row, reply: Reply) -> Reward:
         """Return 1 for a reply that names the answer alone and ends by itself, else 0."""
-        own = {plain_text(name) for name in row["answers"]}
-        asked = f" {plain_text(row['messages'][-1]['content'])} "
-        said = set(self._names[row["kind"]].findall(plain_text(reply.text)))
-        others = {name for name in said - own if f" {name} " not in asked}
+        answers = {plain_text(name) for name in row["answers"]}
+        question = f" {plain_text(row['messages'][-1]['content'])} "
+        named = set(self._names[row["kind"]].findall(plain_text(reply.text)))
+        others = {name for name in named - answers if f" {name} " not in question}
         parts = {
-            "named": float(bool(said & own)),
+            "named": float(bool(named & answers)),
             "ended": float(reply.complete),
             "single": float(not others),
         }
@@ -64,8 +64,8 @@ class Facts(Task):
         """Return each train question with a one-sentence answer."""
         out = []
         for row in self._rows["train"]:
-            said = self._forms[row["kind"]].format(subject=row["subject"], answer=row["answers"][0])
-            out.append({**row, "messages": [*row["messages"], assistant(said)]})
+            text = self._forms[row["kind"]].format(subject=row["subject"], answer=row["answers"][0])
+            out.append({**row, "messages": [*row["messages"], assistant(text)]})
         return out
 
 
@@ -82,17 +82,17 @@ def plain_text(text: str) -> str:
 
 @cache
 def _load(path: Path) -> tuple[dict[str, list[Row]], dict[str, re.Pattern], dict[str, str]]:
-    """Return the rows of each split, each kind's pattern of all its answers, the answer forms."""
+    """Return the rows of each split, and by kind the pattern of all answers and the reply form."""
     rows: dict[str, list[Row]] = {"train": [], "eval": []}
     names, forms = {}, {}
     for kind, data in _read(path).items():
-        for split, found in rows.items():
+        for split, split_rows in rows.items():
             for subject, answers in data[split].items():
                 messages = [user(data["question"].format(subject=subject))]
                 about = {"kind": kind, "subject": subject, "answers": answers}
-                found.append({"messages": messages, **about})
+                split_rows.append({"messages": messages, **about})
         known = {plain_text(a) for s in rows for group in data[s].values() for a in group}
-        # The longest first, so that "New York" is not also read as "York".
+        # Longest first, so that "New York" does not match "York".
         choice = "|".join(sorted(known, key=len, reverse=True))
         names[kind] = re.compile(rf"(?<!\w)(?:{choice})(?!\w)")
         forms[kind] = data["reply"]
@@ -100,7 +100,7 @@ def _load(path: Path) -> tuple[dict[str, list[Row]], dict[str, re.Pattern], dict
 
 
 def _read(path: Path) -> dict[str, dict]:
-    """Return the kinds of a facts file; ValueError for a data set, which other tasks read."""
+    """Return the kinds of a facts file; ValueError for other data sets."""
     with suppress(ValueError):
         kinds = json.loads(path.read_bytes())
         if isinstance(kinds, dict) and all(isinstance(data, dict) for data in kinds.values()):

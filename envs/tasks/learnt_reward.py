@@ -1,7 +1,7 @@
-"""Replies scored by a trained reward model, as in summarisation from feedback (arXiv 2009.01325).
+"""Reward replies with a trained reward model, as in arXiv 2009.01325 (summarisation).
 
-The prompts come from a data set whose own replies are the labels. Without one: the prompts of the
-packaged pairs of sorted digits, whose reward model `experiment=rm_tiny` trains.
+Prompts come from a data set; its replies are the labels. The default are the packaged pairs of
+sorted digits, whose reward model `experiment=rm_tiny` trains.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ WEIGHTS = "reward_model.safetensors"
 
 
 class LearntScore:
-    """Score chats by the `GPT2RewardModel` in a folder, loaded when the first chat comes.
+    """Score chats by the `GPT2RewardModel` in a folder, loaded at the first chat.
 
-    The folder, which a user calls `name`, is looked for at once; experiment:<name> is made later.
+    The folder (`name` in errors) is checked at once; experiment:<name> is resolved later.
     """
 
     def __init__(self, folder: str, clip: float, *, name: str) -> None:
-        there = Path(folder, WEIGHTS).expanduser().is_file()
-        if not folder.startswith("experiment:") and not there:
+        exists = Path(folder, WEIGHTS).expanduser().is_file()
+        if not folder.startswith("experiment:") and not exists:
             raise ValueError(
                 f"expected {name} to be a folder with {WEIGHTS}, got {folder}; "
                 "python train.py experiment=rm_tiny makes one"
@@ -41,7 +41,7 @@ class LearntScore:
         return self._model([reply.messages for reply in replies], [r.complete for r in replies])
 
     def chats(self, chats: Sequence[list[Message]]) -> list[float]:
-        """Return the score at the end of each whole chat."""
+        """Return the score at the end of each complete chat."""
         return self._model(chats)
 
     def clipped(self, score: float) -> float:
@@ -50,11 +50,11 @@ class LearntScore:
 
 
 class LearntReward(DatasetTask):
-    """A reply earns its score less that of the data's own reply, within +-`score_clip`.
+    """Reward a reply with its score minus that of the data's reply, within +-`score_clip`.
 
-    `reward_model` is a folder with a `GPT2RewardModel` and its tokenizer, loaded when the first
-    reply comes; train.py makes one of experiment:<name>. `relative=False` leaves the score as it
-    is. A reply is right if it says the words of the data's own. The rest as in `DatasetTask`.
+    `reward_model` is a folder with a `GPT2RewardModel` and its tokenizer, loaded at the first
+    reply; train.py resolves experiment:<name>. `relative=False` uses the score alone. A reply is
+    right if its words are those of the data's reply. The rest as in `DatasetTask`.
     """
 
     packaged = str(SORTED_DIGITS)
@@ -73,7 +73,7 @@ class LearntReward(DatasetTask):
         self.relative = relative
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
-        """Return what each reply earns, all scored together."""
+        """Return the reward of each reply, all scored together."""
         scores, labels = self.score.replies(replies), [0.0] * len(rows)
         if self.relative:
             chats = [[*row["messages"], assistant(row["answer"])] for row in rows]

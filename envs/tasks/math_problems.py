@@ -7,16 +7,16 @@ from typing import Any
 
 from envs.rewards.answers import same_mathematics, symbolic_check
 from envs.rewards.workers import LazyFunction, Workers
-from envs.tasks.math_words import MathWords, said_answer
+from envs.tasks.math_words import MathWords, extract_answer
 from envs.tasks.task import Reply, Reward, Row
 from policies.optional_packages import EXTRAS
 
 
 class MathProblems(MathWords):
-    """Problems whose answer is a formula; the reply marks its own by \\boxed, <answer> or ####.
+    """Problems with a formula as answer; the reply marks it by \\boxed, <answer> or ####.
 
-    The answers are compared as numbers and plain LaTeX; with `symbolic`, what that leaves open also
-    by math-verify, in a process of its own for at most `timeout` seconds each. A formula that only
+    Answers are compared as numbers and plain LaTeX; with `symbolic`, unequal ones also by
+    math-verify, in a separate process for at most `timeout` seconds each. A formula that only
     repeats one of the question earns nothing there. Rows and parts as in `MathWords`.
 
     >>> import pathlib, tempfile
@@ -51,28 +51,28 @@ class MathProblems(MathWords):
         return self.rewards([row], [reply])[0]
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
-        """Return what each reply earns; a comparison that fails counts as wrong and as an error."""
-        answers = [said_answer(reply.text) for reply in replies]
-        said = [answer if marked else "" for answer, marked in answers]
-        found: list[Any] = [
-            same_mathematics(answer, row["final"]) for row, answer in zip(rows, said, strict=True)
+        """Return the reward of each reply; a failed comparison is wrong and counts as an error."""
+        answers = [extract_answer(reply.text) for reply in replies]
+        texts = [answer if marked else "" for answer, marked in answers]
+        results: list[Any] = [
+            same_mathematics(answer, row["final"]) for row, answer in zip(rows, texts, strict=True)
         ]
         if self.symbolic:
-            open_ = [i for i, row in enumerate(rows) if not found[i] and _is_own(said[i], row)]
-            calls = [(said[i], rows[i]["final"]) for i in open_]
+            open_ = [i for i, row in enumerate(rows) if not results[i] and _is_new(texts[i], row)]
+            calls = [(texts[i], rows[i]["final"]) for i in open_]
             for i, result in zip(open_, self._workers.map(calls), strict=True):
-                found[i] = result
-        marks = zip(found, answers, replies, strict=True)
+                results[i] = result
+        marks = zip(results, answers, replies, strict=True)
         return [_reward(result, marked, reply) for result, (_, marked), reply in marks]
 
 
-def _is_own(said: str, row: Row) -> bool:
-    """Return whether an answer is more than a piece of the question: "2+3" is 5, but no answer."""
-    bare = re.sub(r"\s", "", said)
+def _is_new(answer: str, row: Row) -> bool:
+    """Return whether an answer is more than a part of the question ("2+3" is no answer)."""
+    bare = re.sub(r"\s", "", answer)
     return bool(bare) and bare not in re.sub(r"\s", "", row["messages"][-1]["content"])
 
 
-def _reward(found: Any, marked: bool, reply: Reply) -> Reward:
-    failed = isinstance(found, Exception)
-    parts = {"correct": float(found is True), "format": float(marked and reply.complete)}
-    return Reward(parts["correct"], parts, success=found is True, errors=int(failed))
+def _reward(result: Any, marked: bool, reply: Reply) -> Reward:
+    failed = isinstance(result, Exception)
+    parts = {"correct": float(result is True), "format": float(marked and reply.complete)}
+    return Reward(parts["correct"], parts, success=result is True, errors=int(failed))

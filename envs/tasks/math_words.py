@@ -1,9 +1,9 @@
 """Word problems with a number at the end, as in GSM8K (Cobbe et al. 2021, arXiv:2110.14168).
 
-The right answer is what the data's solution has after "####" (or in <answer> tags, or \\boxed),
-else the whole of it. Numbers are compared as exact fractions; $ % , and units do not count.
-What a reply thinks, between <think> tags or before a bare </think>, is not its answer.
-Left out on purpose: symbolic equality. An answer that is no number has to be the same text.
+The right answer is the data's solution after "####" (or in <answer> tags, or \\boxed), else all of
+it. Numbers are compared as exact fractions; $ % , and units do not count.
+Thoughts, between <think> tags or before a bare </think>, are not part of the answer.
+Left out on purpose: symbolic equality. Answers that are no numbers must be the same text.
 """
 
 import re
@@ -15,15 +15,15 @@ from typing import Any
 from envs.tasks.dataset import DatasetTask
 from envs.tasks.task import Reply, Reward, Row
 
-# A minus after a letter or digit is a dash ("5-3" ends in 3). At most 40 digits, so that a reply
-# of endless digits costs nothing.
+# A minus after a letter or digit is a dash ("5-3" ends in 3). At most 40 digits, to bound the cost
+# of endless digits.
 EXPONENT = r"(?:[eE][+-]?\d+)?"
 NUMBER = re.compile(
     r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?!\d)"
     rf"{EXPONENT}(?:/0{{0,9}}[1-9]\d{{0,20}})?|(?<![\w.])-?\.\d{{1,40}}(?!\d){EXPONENT}"
 )
 LARGEST = 999  # exponent: 1e999999999 would fill the memory
-# Possessive, and up to the next tag only: linear in the text, whatever it holds.
+# Possessive, and up to the next tag only: linear in any text.
 ANSWER_TAG = re.compile(r"<answer>((?:[^<]++|<(?!/?answer>))*+)</answer>", re.IGNORECASE)
 THINK, THOUGHT = "<think>", "</think>"
 BOXED = "\\boxed{"
@@ -49,7 +49,7 @@ class MathWords(DatasetTask):
     [1.0, 0.0]
     """
 
-    numbers = True  # whether the right answers should hold one
+    numbers = True  # whether right answers should contain a number
 
     def __init__(self, dataset: str | None = None, **data: Any) -> None:
         super().__init__(dataset, **data)
@@ -71,17 +71,17 @@ class MathWords(DatasetTask):
 
     def reward(self, row: Row, reply: Reply) -> Reward:
         """Return 1 if the reply's final answer is the right one, else 0."""
-        said, marked = said_answer(reply.text)
-        correct = same_answer(said, row["final"])
+        answer, marked = extract_answer(reply.text)
+        correct = same_answer(answer, row["final"])
         parts = {"correct": float(correct), "format": float(marked and reply.complete)}
         return Reward(total=parts["correct"], parts=parts, success=correct)
 
 
 def split_thoughts(text: str) -> tuple[str, str]:
-    """Return the first thought of a text, and what stands outside of all thoughts.
+    """Return the first thought of a text, and the text outside of all thoughts.
 
-    A thought begins at <think>, or where the text begins if that stood in the prompt, and ends at
-    </think>; one without an end is not returned, but nothing after it is outside.
+    A thought begins at <think>, or at the start of the text if the prompt ended in it, and ends at
+    </think>; a thought without an end is dropped with the rest of the text.
 
     >>> split_thoughts("<think>6 * 7</think> 42"), split_thoughts("6 * 7</think> 42 <think>or")
     (('6 * 7', ' 42'), ('6 * 7', ' 42 '))
@@ -108,27 +108,27 @@ def marked_answer(text: str) -> str | None:
     >>> marked_answer("so \\\\boxed{\\\\frac{1}{2}} it is"), marked_answer("7 it is")
     ('\\\\frac{1}{2}', None)
     """
-    found = []
+    marks = []
     if "####" in text:
         at = text.rindex("####")
-        found.append((at, (text[at + 4 :].strip().splitlines() or [""])[0]))
-    found += [(match.start(), match[1]) for match in ANSWER_TAG.finditer(text)]
+        marks.append((at, (text[at + 4 :].strip().splitlines() or [""])[0]))
+    marks += [(match.start(), match[1]) for match in ANSWER_TAG.finditer(text)]
     if BOXED in text:
         at = text.rindex(BOXED)
-        found.append((at, _braced(text[at + len(BOXED) :])))
-    return max(found)[1] if found else None
+        marks.append((at, _braced(text[at + len(BOXED) :])))
+    return max(marks)[1] if marks else None
 
 
 def final_answer(text: str) -> str:
-    """Return the answer that a text marks, see `marked_answer`, else all of it."""
+    """Return the marked answer of a text (see `marked_answer`), else all of it."""
     marked = marked_answer(text)
     return (text if marked is None else marked).strip()
 
 
-def said_answer(text: str) -> tuple[str, bool]:
-    """Return the answer of a reply, its thoughts left out, and whether the reply marks it.
+def extract_answer(text: str) -> tuple[str, bool]:
+    """Return the answer of a reply, without thoughts, and whether the reply marks it.
 
-    >>> said_answer("<think>#### 41</think> It is #### 42"), said_answer("</think> 42 it is")
+    >>> extract_answer("<think>#### 41</think> It is #### 42"), extract_answer("</think> 42 it is")
     (('42', True), ('42 it is', False))
     """
     outside = split_thoughts(text)[1]
@@ -136,7 +136,7 @@ def said_answer(text: str) -> tuple[str, bool]:
 
 
 def _braced(text: str) -> str:
-    """Return what stands before the brace that closes one opened just before `text`."""
+    """Return the text before the brace that closes one opened just before `text`."""
     depth = 1
     for place, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")
@@ -151,8 +151,8 @@ def last_number(text: str) -> Fraction | None:
     >>> last_number("about -$1,234.50, or 25% of it"), last_number("none")
     (Fraction(25, 1), None)
     """
-    found = NUMBER.findall(_bare(text))
-    return exactly(found[-1].replace(",", "")) if found else None
+    matches = NUMBER.findall(_bare(text))
+    return exactly(matches[-1].replace(",", "")) if matches else None
 
 
 def exactly(number: str) -> Fraction | None:
@@ -164,7 +164,7 @@ def exactly(number: str) -> Fraction | None:
     return Fraction(over) / Fraction(under or 1)
 
 
-def same_answer(said: str, right: str) -> bool:
+def same_answer(answer: str, right: str) -> bool:
     """Return whether a final answer is the right one: the same number, else the same text.
 
     >>> same_answer("so 18 dollars", "$18.0"), same_answer("Blue.", "blue")
@@ -173,8 +173,8 @@ def same_answer(said: str, right: str) -> bool:
     number = last_number(right)
     rest = NUMBER.sub("", _bare(right))
     if number is not None and not re.sub(r"[\s%.]|[a-zA-Z]{3,}", "", rest):
-        return last_number(said) == number
-    return bool(_words(right)) and _words(said) == _words(right)
+        return last_number(answer) == number
+    return bool(_words(right)) and _words(answer) == _words(right)
 
 
 def _bare(text: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from envs.data import LazyRows
-from envs.rewards.validate import rewards_of
+from envs.rewards.validate import compute_rewards
 from envs.tasks.task import Message, Reply, Reward, Row, Split, Task
 
 MOST_ROWS = 200_000
@@ -17,10 +17,10 @@ MOST_ROWS = 200_000
 class Mix(Task):
     """The rows of `tasks` (by name), each as often as its share of `weights` (default: equal).
 
-    Every stretch of train rows has the shares to within one row; `seed` decides which rows of a
-    task come when. `num_rows` (default: until every row of every task has come, at most 200,000)
-    is an epoch. Eval rows are those of all tasks, in turn. A row has "task" beside its own; the
-    parts of a reward carry the task's name, `sort_digits/exact`, and accuracy is logged by task.
+    Every stretch of train rows has these shares to within one row; `seed` orders the rows of a
+    task. `num_rows` (default: until every row of every task has occurred, at most 200,000) is an
+    epoch. Eval rows are those of all tasks, in turn. Each row has an additional "task"; reward
+    parts have the task's name in front, `sort_digits/exact`, and accuracy is logged by task.
 
     >>> from envs.tasks import Facts, SortDigits
     >>> task = Mix({"digits": SortDigits(), "facts": Facts()}, weights={"digits": 3, "facts": 1})
@@ -56,20 +56,20 @@ class Mix(Task):
         return mixed_rows({n: t.demonstrations() for n, t in self.tasks.items()}, self)
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
-        """Return what each reply earns by its row's own task."""
+        """Return the reward of each reply by its row's task."""
         out: list[Reward] = [Reward(0.0, {}, False)] * len(rows)
         for name, task in self.tasks.items():
             mine = [i for i, row in enumerate(rows) if row["task"] == name]
             if mine:
-                earned = rewards_of(task, [rows[i] for i in mine], [replies[i] for i in mine])
+                earned = compute_rewards(task, [rows[i] for i in mine], [replies[i] for i in mine])
                 for i, reward in zip(mine, earned, strict=True):
-                    own = {f"{name}/{part}": value for part, value in reward.parts.items()}
-                    parts = dict.fromkeys(self._parts, math.nan) | own  # others do not apply
+                    prefixed = {f"{name}/{part}": value for part, value in reward.parts.items()}
+                    parts = dict.fromkeys(self._parts, math.nan) | prefixed  # others do not apply
                     out[i] = dataclasses.replace(reward, parts=parts)
         return out
 
     def respond(self, row: Row, reply: Reply) -> list[Message]:
-        """Return what follows by the row's own task."""
+        """Return the next messages by the row's task."""
         return self.tasks[row["task"]].respond(row, reply)
 
     def label(self, row: Row) -> str:
@@ -95,7 +95,7 @@ class Mix(Task):
 
 
 def mixed_rows(sources: Mapping[str, Sequence[Row]], mix: Mix) -> LazyRows:
-    """Return rows of several sources in turn: next comes the one furthest below its share."""
+    """Interleave rows of several sources: next comes the source furthest below its share."""
     needed = max(len(rows) / mix.shares[name] for name, rows in sources.items())
     size = mix.num_rows or min(math.ceil(needed - 1e-9), MOST_ROWS)
     orders = {name: list(range(len(rows))) for name, rows in sources.items()}

@@ -1,7 +1,7 @@
-"""Every dataset of the library reasoning-gym as a task, by name: chain_sum, sudoku, ... (over 100).
+"""The datasets of the library reasoning-gym as tasks, by name: chain_sum, sudoku, ... (over 100).
 
-Rows are generated when they are asked for; replies are judged by the dataset's own score_answer, in
-a process of its own, because some of them evaluate what a reply says.
+Rows are generated on access. The dataset's score_answer judges replies in a separate process,
+because some datasets evaluate code in a reply.
 """
 
 import json
@@ -19,17 +19,17 @@ from policies.optional_packages import EXTRAS
 
 INSTRUCTION = "Give the final answer alone, inside <answer> and </answer>."
 EVAL_SEED = 3 << 30  # train rows begin below 1 << 30; numpy takes seeds below 1 << 32
-STRIDE, FURTHER = 997, 50  # where the next row is looked for if one is held out, and how often
+STRIDE, FURTHER = 997, 50  # step to another row if one is held out, and number of tries
 RIGHT = 1 - 1e-6
 
 
 class ReasoningGym(Task):
     """Questions of the dataset `name`, rewarded by its score, from 0 to 1; 1 is right.
 
-    `config`: the dataset's own settings, e.g. {"min_terms": 2}. `num_rows` train rows are a
-    function of `seed`; the eval rows have seeds of their own, and no train row has their question.
-    `instruction` stands below each question. The answer is what stands in the last <answer>, else
-    all that is outside of <think>. `timeout` (seconds) is for judging one reply.
+    `config`: the dataset's settings, e.g. {"min_terms": 2}. `num_rows` train rows are a function
+    of `seed`; eval rows have other seeds, and no train row has their question. `instruction`
+    follows each question. The answer is the text of the last <answer>, else all outside of <think>.
+    `timeout` (seconds) is for judging one reply.
     """
 
     def __init__(
@@ -51,29 +51,29 @@ class ReasoningGym(Task):
         self._settings, self._judges = json.dumps(settings), judges(timeout)
 
     def rows(self, split: Split) -> Sequence[Row]:
-        """Return the rows of a split, the train rows made on use."""
+        """Return the rows of a split; train rows are generated on access."""
         return self._train if split == "train" else self._eval
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
-        """Return the dataset's score of each reply; 0 for none, and for the question again."""
+        """Return the dataset's score of each reply; 0 for an empty one or the question again."""
         marked = [tagged(reply.text)[1] for reply in replies]
-        said = [
+        texts = [
             answer or split_thoughts(reply.text)[1].strip()
             for answer, reply in zip(marked, replies, strict=True)
         ]
         entries = [row["entry"] for row in rows]
-        own = [
-            i for i, text in enumerate(said) if text and entries[i]["question"].strip() not in text
+        judged = [
+            i for i, text in enumerate(texts) if text and entries[i]["question"].strip() not in text
         ]
-        calls = [(self._settings, said[i], entries[i]) for i in own]
-        scores: dict[int, Any] = dict(zip(own, self._judges.map(calls), strict=True))
+        calls = [(self._settings, texts[i], entries[i]) for i in judged]
+        scores: dict[int, Any] = dict(zip(judged, self._judges.map(calls), strict=True))
         return [
             _reward(scores.get(i, 0.0), bool(marked[i]) and reply.complete)
             for i, reply in enumerate(replies)
         ]
 
     def demonstrations(self) -> Sequence[Row]:
-        """Return the train rows with the library's answers; ValueError where it has none."""
+        """Return the train rows with the library's answers; ValueError if it has none."""
         rows = self.rows("train")
         if not all(isinstance(row["answer"], str) for row in rows):
             raise ValueError(f"expected {self.name} to give answers, got none for SFT")
@@ -85,11 +85,11 @@ class ReasoningGym(Task):
 
     def row(self, entry: dict[str, Any]) -> Row:
         """Return the row of an entry of the library."""
-        asked = "\n\n".join(filter(None, (entry["question"], self.instruction)))
-        return {"messages": [user(asked)], "answer": entry["answer"], "entry": entry}
+        question = "\n\n".join(filter(None, (entry["question"], self.instruction)))
+        return {"messages": [user(question)], "answer": entry["answer"], "entry": entry}
 
     def train_row(self, index: int) -> Row:
-        """Return a train row; one that is held out gives way to another."""
+        """Return a train row; another one if its question is held out."""
         size = len(self._train_set)
         for step in range(FURTHER):
             entry = self._train_set[(index + step * STRIDE) % size]
@@ -102,8 +102,8 @@ class ReasoningGym(Task):
 
     @cached_property
     def _eval(self) -> list[Row]:
-        found = (self._eval_set[i] for i in range(len(self._eval_set)))
-        return [self.row(e) for e in {entry["question"]: entry for entry in found}.values()]
+        entries = (self._eval_set[i] for i in range(len(self._eval_set)))
+        return [self.row(e) for e in {entry["question"]: entry for entry in entries}.values()]
 
     @cached_property
     def _held_out(self) -> set[str]:
@@ -124,7 +124,7 @@ def make_dataset(name: str, config: Mapping[str, Any], *, size: int, seed: int) 
 
 def _library() -> Any:
     try:
-        with warnings.catch_warnings():  # of its data files, left open
+        with warnings.catch_warnings():  # about its open data files
             warnings.simplefilter("ignore")
             import reasoning_gym  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -134,12 +134,12 @@ def _library() -> Any:
 
 @cache
 def judges(timeout: float) -> Workers:
-    """Return the process that all tasks with this time-out are judged in."""
+    """Return the process that judges all tasks with this time-out."""
     return Workers(LazyFunction(make_scorer), timeout=timeout, processes=1)
 
 
 def make_scorer() -> Callable[[str, str, dict[str, Any]], float]:
-    """Return the score of (settings, answer, entry); an answer that cannot be read scores 0."""
+    """Return the scorer of (settings, answer, entry); an unreadable answer scores 0."""
     _library()
 
     @cache
@@ -149,7 +149,7 @@ def make_scorer() -> Callable[[str, str, dict[str, Any]], float]:
     def score(settings: str, answer: str, entry: dict[str, Any]) -> float:
         try:
             return float(dataset(settings).score_answer(answer, entry))
-        except Exception:  # some scorers take an answer's form for granted
+        except Exception:  # some scorers assume a form of the answer
             return 0.0
 
     return score

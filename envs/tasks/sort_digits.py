@@ -1,9 +1,9 @@
-"""Sort the digits of a short number: a made-up task for the tiny model.
+"""Sort the digits of a short number: a synthetic task for the tiny model.
 
-Its demonstrations are wrong on purpose in three of four cases (descending, or unchanged), so that
-a policy fine-tuned on them knows the format and leaves the order for reinforcement to find.
-Held out are whole multisets of digits, one in eight by a hash: no train row has the digits of an
-eval row in any order.
+Three of four demonstrations are wrong on purpose (descending, or unchanged), so that SFT teaches
+the format and leaves the order to reinforcement learning.
+One in eight multisets of digits is held out by a hash: no train row has the digits of an eval row
+in any order.
 """
 
 import random
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from envs.tasks.task import Generated, Reply, Reward, Row, assistant, user
 
 QUESTION = "Sort the digits in ascending order: {}"
-HELD_OUT = 8  # one multiset of digits in so many
+HELD_OUT = 8  # one multiset of digits in 8
 MOST_DIGITS = 100
-# How a demonstration answers, and in how many of 100 cases.
+# Kinds of demonstrated answers, in percent.
 ANSWERS = {"ascending": 25, "descending": 45, "unchanged": 30}
 
 
@@ -67,7 +67,7 @@ class SortDigits(Generated):
         )
 
     def demonstrations(self) -> Sequence[Row]:
-        """Return the train rows with an answer each, right in about a quarter of them."""
+        """Return the train rows with answers, about a quarter of them right."""
         rng = random.Random(f"demonstrations {self.seed}")
         kinds = rng.choices(list(ANSWERS), list(ANSWERS.values()), k=self.num_rows)
         return [

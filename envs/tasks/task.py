@@ -1,7 +1,7 @@
-"""What a task is: rows to start chats from, and what a reply to one earns.
+"""The base of tasks: rows that start chats, and rewards of replies.
 
-A row is one data example, a dict with "messages" (the prompt) and whatever the reward needs.
-A user's own task subclasses `Task`, overrides `rows` and `reward`, and is named by `_target_`.
+A row is one data example, a dict with "messages" (the prompt) and data for the reward.
+A custom task subclasses `Task`, overrides `rows` and `reward`, and is named by `_target_`.
 """
 
 import random
@@ -17,19 +17,19 @@ Split = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class Reply:
-    """What the policy said: its text, whether it ended by its own end-of-turn token, the chat."""
+    """A reply of the policy: its text, whether an end-of-turn token ended it, the chat."""
 
     text: str
     complete: bool
-    messages: list[Message]  # the whole chat, this reply last
+    messages: list[Message]  # the full chat, this reply last
 
 
 @dataclass(frozen=True)
 class Reward:
-    """What a reply earns, its logged parts, and whether accuracy counts it as right.
+    """The reward of a reply, its logged parts, and whether accuracy counts it as right.
 
-    A part that does not apply to the reply is math.nan: its mean leaves the reply out. `errors` is
-    how many reward functions failed on it; `dropped`: nobody may learn from it or its group.
+    A part that does not apply to the reply is math.nan: its mean leaves the reply out. `errors`
+    counts failed reward functions; `dropped` excludes the reply and its group from training.
     """
 
     total: float
@@ -46,8 +46,8 @@ class Task:
     ...     def rows(self, split):
     ...         return [{"messages": [{"role": "user", "content": "Ask me for the salt."}]}]
     ...     def reward(self, row, reply):
-    ...         said = float("please" in reply.text.lower())
-    ...         return Reward(total=said, parts={"please": said}, success=said == 1)
+    ...         polite = float("please" in reply.text.lower())
+    ...         return Reward(total=polite, parts={"please": polite}, success=polite == 1)
     >>> Polite().reward({}, Reply("The salt, please.", True, [])).total
     1.0
     """
@@ -57,7 +57,7 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} has no rows: override rows(split)")
 
     def reward(self, row: Row, reply: Reply) -> Reward | float:
-        """Return what a reply to this row earns; by `rewards`, where only that is overridden."""
+        """Return the reward of a reply to this row; uses `rewards` if only that is overridden."""
         if type(self).rewards is not Task.rewards:
             return self.rewards([row], [reply])[0]
         raise NotImplementedError(
@@ -65,15 +65,15 @@ class Task:
         )
 
     def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> Sequence[Reward | float]:
-        """Return what each reply earns; override it where many at once are cheaper."""
+        """Return the reward of each reply; override it if batches are cheaper."""
         return [self.reward(row, reply) for row, reply in zip(rows, replies, strict=True)]
 
     def respond(self, row: Row, reply: Reply) -> list[Message]:
-        """Return the messages that follow the reply; none ends the episode."""
+        """Return the messages after the reply; [] ends the episode."""
         return []
 
     def demonstrations(self) -> Sequence[Row]:
-        """Return the rows for SFT: their last message is the assistant's."""
+        """Return the rows for SFT, with a last message of the assistant."""
         raise NotImplementedError(
             f"{type(self).__name__} has no demonstrations: override demonstrations()"
         )
@@ -83,14 +83,14 @@ class Task:
         return self.rows("train")[0]
 
     def part_names(self) -> list[str]:
-        """Return the names of the reward parts, which an empty reply shows."""
+        """Return the names of the reward parts, from the reward of an empty reply."""
         row = self.make_example()
         empty = Reply("", True, [*row["messages"], assistant("")])
         value = self.rewards([row], [empty])[0]
         return sorted(value.parts) if isinstance(value, Reward) else []
 
     def label(self, row: Row) -> str | None:
-        """Return the name under which accuracy on this row is logged apart; None: it is not."""
+        """Return the label for a separate accuracy of such rows, or None."""
         return None
 
 
@@ -105,13 +105,13 @@ def assistant(content: str) -> Message:
 
 
 def rewards_anything(task: Task) -> bool:
-    """Return whether a task has a reward of its own."""
+    """Return whether a task overrides `reward` or `rewards`."""
     kind = type(task)
     return kind.reward is not Task.reward or kind.rewards is not Task.rewards
 
 
 class Generated(Task):
-    """The base of tasks that make up their rows; override `sample_rows`, and `play` where needed.
+    """The base of tasks with generated rows; override `sample_rows`, and `play` if needed.
 
     `num_rows` train rows are a function of `seed`; the eval rows do not depend on it.
     """
@@ -122,11 +122,11 @@ class Generated(Task):
         self.seed, self.num_rows = seed, num_rows
 
     def sample_rows(self, rng: random.Random, count: int, *, held_out: bool) -> list[Row]:
-        """Return `count` rows of a split; no row is held out and not."""
+        """Return `count` rows of a split; no row is in both splits."""
         raise NotImplementedError(f"{type(self).__name__} has no rows: override sample_rows")
 
     def play(self, row: Row, rng: random.Random) -> list[Message]:
-        """Return the messages that demonstrate a row: its answer, unless a subclass says more."""
+        """Return the messages that demonstrate a row, by default its answer."""
         return [assistant(row["answer"])]
 
     def rows(self, split: Split) -> Sequence[Row]:
@@ -134,7 +134,7 @@ class Generated(Task):
         return self._train if split == "train" else self._eval
 
     def demonstrations(self) -> Sequence[Row]:
-        """Return the train rows played through."""
+        """Return the train rows with demonstrated replies."""
         rng = random.Random(f"demonstrations {self.seed}")
         return [
             {**row, "messages": [*row["messages"], *self.play(row, rng)]} for row in self._train

@@ -1,10 +1,10 @@
-"""Environments of the library verifiers: their rows, turns, stops and rubrics, driven as they are.
+"""Run environments of the library verifiers, with their rows, turns, stops and rubrics.
 
-The library's own rollout plays each chat; the client that it asks for a completion waits for the
-reply that leash sampled. So tokens stay leash's, everything else is the environment's. The library
-is imported here only (`pip install -e '.[verifiers]'`).
-Left out on purpose: pictures, environments that rewrite earlier turns, and `verifiers.v1` (all that
-0.4 has), whose harnesses are programs that ask for completions over HTTP.
+The library's rollout plays each chat; its client waits for the reply that leash samples. Only the
+tokens are leash's, everything else is the environment's. Only this file imports the library (`pip
+install -e '.[verifiers]'`).
+Left out on purpose: images, environments that rewrite earlier turns, and `verifiers.v1` (all of
+0.4), whose harnesses are programs that request completions over HTTP.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from envs.tasks.task import Message, Reply, Reward, Row, assistant
 from envs.transforms.tool_parsers import XMLBlockParser
 from policies.optional_packages import EXTRAS
 
-# What failed while chats are scored, for the library logs it and goes on with 0.
+# Errors while chats are scored: the library only logs them and scores 0.
 FAILED: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("FAILED", default=None)
 
 
 class Verifiers(Episodes):
-    """What `name`, an installed module, returns from load_environment(**arguments).
+    """The environment that load_environment(**arguments) of the installed module `name` returns.
 
-    When its chat is over a reply earns the rubric's weighted sum; the rubric's functions are the
-    reward parts, and it is right from the environment's pass_threshold on. A reply on which one of
-    them fails is dropped with its group and counted. Without data for evaluation a seeded tenth is
-    held out. `max_turns`: at most so many. `parser` reads the calls of an environment with tools.
+    The last reply of a chat earns the rubric's weighted sum; the rubric's functions are the reward
+    parts, and a reward from pass_threshold on is right. If a function fails, the reply is dropped
+    with its group and counted. Without data for evaluation a seeded tenth is held out. `max_turns`
+    limits the environment's turns. `parser` reads the calls of an environment with tools.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Verifiers(Episodes):
         }
 
     async def open(self, row: Row) -> Episode:
-        """Return the rollout of a row, which waits for its first reply."""
+        """Start the rollout of a row, which waits for its first reply."""
         episode = Rollout(self.env, row, self.parser)
-        await episode.asked()
+        await episode.next_prompt()
         return episode
 
     async def finish(self, rows: Sequence[Row], turns: list[Turn]) -> list[Turn]:
-        """Return the turns with the rewards of the chats that are over."""
-        ended: dict[int, list[int]] = {}  # those that are scored together, by what they share
+        """Add the rewards of finished chats to their turns."""
+        ended: dict[int, list[int]] = {}  # indices of chats that are scored together
         for i in (i for i, turn in enumerate(turns) if not turn.messages):
             ended.setdefault(id(rows[i]) if self.together else i, []).append(i)
         groups = [[turns[i].state for i in group] for group in ended.values()]
@@ -92,7 +92,7 @@ class Verifiers(Episodes):
         return turns
 
     async def _score(self, states: list[Any]) -> list[Any]:
-        """Have the library score chats; return what failed, in a function or before."""
+        """Score chats by the library; return the errors of the functions and before."""
         failed = [state["error"] for state in states if state.get("error") is not None]
         FAILED.set(failed)
         async with self._free:
@@ -115,50 +115,50 @@ def _row(split: str, data: Any, index: int) -> Row:
 
 
 class Rollout(Episode):
-    """A rollout of the library; `answer` says what the policy said.
+    """A rollout of the library; `answer` gives it the policy's reply.
 
-    `parser` reads the calls in a reply where the environment has tools.
+    `parser` reads the calls in a reply if the environment has tools.
     """
 
     def __init__(self, env: Any, row: Row, parser: Callable[[str], Any]) -> None:
         self.seen, self.parser = list(row["messages"]), parser
         self.prompts: asyncio.Queue[list[Message]] = asyncio.Queue()
         self.replies: asyncio.Queue[Reply] = asyncio.Queue()
-        given = {**row["input"], "prompt": row["messages"]}
-        self.task = asyncio.create_task(env.rollout(given, waiting_client()(self), "leash", {}))
+        inputs = {**row["input"], "prompt": row["messages"]}
+        self.task = asyncio.create_task(env.rollout(inputs, waiting_client()(self), "leash", {}))
 
-    async def asked(self) -> list[Message] | None:
-        """Return what the policy is asked next, None at the end."""
+    async def next_prompt(self) -> list[Message] | None:
+        """Return the policy's next prompt, None at the end."""
         prompt = asyncio.create_task(self.prompts.get())
         await asyncio.wait({prompt, self.task}, return_when=asyncio.FIRST_COMPLETED)
         if prompt.done():
             return prompt.result()
         prompt.cancel()
-        self.task.result()  # raises what ended it
+        self.task.result()  # raises its error
         return None
 
     async def answer(self, reply: Reply) -> Turn:
-        """Return what the environment says to a reply; the rollout's state at its end."""
-        said = [*self.seen, assistant(reply.text)]
+        """Return the environment's messages after a reply, at the end the rollout's state."""
+        expected = [*self.seen, assistant(reply.text)]
         self.replies.put_nowait(reply)
-        if (prompt := await self.asked()) is None:
+        if (prompt := await self.next_prompt()) is None:
             return Turn([], state=self.task.result())
-        if len(prompt) <= len(said) or prompt[: len(self.seen)] != self.seen:
+        if len(prompt) <= len(expected) or prompt[: len(self.seen)] != self.seen:
             raise ValueError(
                 f"expected the environment to go on with the chat, got {prompt!r:.200}"
             )
-        self.seen = [*said, *prompt[len(said) :]]
-        return Turn(prompt[len(said) :])
+        self.seen = [*expected, *prompt[len(expected) :]]
+        return Turn(prompt[len(expected) :])
 
     async def close(self) -> None:
-        """Give up the rollout, which then cleans up."""
+        """Cancel the rollout and wait for its clean-up."""
         self.task.cancel()
         await asyncio.wait({self.task})
 
 
 @cache
 def waiting_client() -> type:
-    """Return the library's client that asks a `Rollout` for each completion."""
+    """Return a client class of the library that takes completions from a `Rollout`."""
     from verifiers.clients import Client  # pyright: ignore[reportMissingImports]
     from verifiers.types import Response  # pyright: ignore[reportMissingImports]
 
@@ -167,21 +167,21 @@ def waiting_client() -> type:
             rollout = self.client
             rollout.prompts.put_nowait(plain(prompt))
             reply = await rollout.replies.get()
-            said = rollout.parser(reply.text) if tools else {"calls": [], "text": reply.text}
+            parsed = rollout.parser(reply.text) if tools else {"calls": [], "text": reply.text}
             calls = [
                 {"id": f"call_{i}", "name": call.tool, "arguments": json.dumps(call.args)}
-                for i, call in enumerate(said["calls"])
+                for i, call in enumerate(parsed["calls"])
             ]
             ended = "tool_calls" if calls else "stop"
             message = {
-                "content": said["text"],
+                "content": parsed["text"],
                 "tool_calls": calls or None,
                 "finish_reason": ended if reply.complete else "length",
                 "is_truncated": not reply.complete,
             }
             return Response(id="leash", created=0, model=model, message=message)
 
-    Waiting.__abstractmethods__ = frozenset()  # of a client that speaks to a server
+    Waiting.__abstractmethods__ = frozenset()  # of clients with a server
     return Waiting
 
 
@@ -194,7 +194,7 @@ class _Failures(logging.Handler):
 
 
 def load(name: str, arguments: Mapping[str, Any]) -> Any:
-    """Return an environment; the handlers of signals that it sets are taken back."""
+    """Load an environment and restore the signal handlers that it changes."""
     try:
         import verifiers  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -212,18 +212,18 @@ def load(name: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def plain(prompt: Sequence[Any]) -> list[Message]:
-    """Return messages with role and content alone; ValueError where that is no text.
+    """Return messages with role and content only; ValueError if a content is not text.
 
     >>> plain([{"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": None}])
     [{'role': 'user', 'content': 'Hi'}]
     """
     out = []
     for message in prompt:
-        given = message if isinstance(message, Mapping) else message.model_dump()
-        content = given["content"] or ""
+        fields = message if isinstance(message, Mapping) else message.model_dump()
+        content = fields["content"] or ""
         if not isinstance(content, str):
             if any(part["type"] != "text" for part in content):
                 raise ValueError(f"expected texts in the messages, got {content!r:.200}")
             content = "".join(part["text"] for part in content)
-        out.append({"role": given["role"], "content": content})
+        out.append({"role": fields["role"], "content": content})
     return out

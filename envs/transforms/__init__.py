@@ -1,6 +1,6 @@
-"""What is computed on the way through an environment.
+"""Transforms of environments.
 
-Names load on first use (PEP 562), so that importing the package costs no torch.
+Names load on first use (PEP 562), so that importing the package does not import torch.
 """
 
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ LEASHES = ("KLComputation", "KLRewardTransform", "RetrieveKL", "RetrieveLogProb"
 
 
 def is_leash(target: str) -> bool:
-    """Return whether a class scores or charges the KL, which a run does by itself.
+    """Return whether a class scores or charges the KL; a run does both without it.
 
     >>> is_leash("envs.transforms.RayRetrieveKL"), is_leash("envs.transforms.StepCounter")
     (True, False)

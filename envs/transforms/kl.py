@@ -1,8 +1,8 @@
-"""The KL to the reference inside an environment: log-probs, the KL of each token, its reward.
+"""Compute the KL to the reference inside an environment: log-probs, KL per token, reward.
 
 kl_penalty = gen - ref (k1, nats, never multiplied by the coefficient), 0 at tokens that are not
-kept. Values come dense [B, T] or ragged (one [t] per row); what comes ragged goes out ragged.
-Inside all is dense. Transforms write their own keys into the td they are given, and no other.
+kept. Values are dense [B, T] or ragged (one [t] per row); ragged input gives ragged output, the
+computation is dense. Transforms write only their own keys into the td.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 class KLComputation(Transform):
     """Write kl_key = gen - ref per token, and charge coeff * kl_penalty to the reward.
 
-    Log-probs are taken from "next", else from the root. A row reads 0 outside
-    `masks.all_response_mask` and `masks.all_assistant_mask` where either model has no log-prob
-    there. A reward [B, T, 1] is charged token by token, in the later turns of an env the response
-    alone: the others were charged before. One number per row, [B, 1] or [B, 1, 1], first goes to
-    the row's last token of the response (else of the assistant, else of all); a missing reward is
-    skipped. `padding_side` says where a dense reward is padded when the log-probs are ragged.
-    Missing log-probs and shapes that differ are ValueErrors.
+    Reads log-probs from "next", else from the root. A row is 0 outside `masks.all_response_mask`
+    and `masks.all_assistant_mask` if either model has no log-prob there. A reward [B, T, 1] is
+    charged per token; in later turns of an env only the response is, because earlier tokens were
+    charged before. A reward per row, [B, 1] or [B, 1, 1], first moves to the last token of the
+    response (else of the assistant, else of the row); a missing reward is skipped. `padding_side`
+    is the side on which a dense reward is padded if log-probs are ragged. Missing log-probs and
+    different shapes are ValueErrors.
 
     >>> from tensordict import TensorDict
     >>> td = TensorDict({("log_probs", "full"): torch.tensor([[-1.0, -2.0]]),
@@ -86,18 +86,18 @@ class KLComputation(Transform):
         kl = gen - ref  # [B, T]
         for mask in masks:
             _check_shapes(gen, mask, "mask")
-            # [B, 1]: which of the two models of a row have log-probs outside the mask
+            # [B, 1] each: whether a model has log-probs of the row outside the mask
             beyond = [((values != 0) & ~mask).any(-1, keepdim=True) for values in (gen, ref)]
             kl = kl.masked_fill(~(mask | (beyond[0] & beyond[1])), 0)
         set_values(next_td, self.kl_key, edge.ragged(kl))
         if reward is not None:
-            known = (gen != 0) | (ref != 0)  # [B, T]; scoring leaves the other tokens 0
-            kept = masks[0] if masks else known
+            known = (gen != 0) | (ref != 0)  # [B, T]; unscored tokens are 0
+            keep = masks[0] if masks else known
             turn = tensordict.get("turn", None)
             if turn is not None and get_values(RESPONSE, tensordict, next_td) is not None:
                 first = turn.reshape(-1, 1).to(kl.device) == 0  # [B, 1]
-                kl = kl.where(kept | first, 0.0)  # earlier turns were charged in theirs
-            set_values(next_td, "reward", charge(reward, kl, kept, edge, coeff=self.coeff))
+                kl = kl.where(keep | first, 0.0)  # earlier turns are already charged
+            set_values(next_td, "reward", charge(reward, kl, keep, edge, coeff=self.coeff))
         return next_td
 
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
@@ -108,22 +108,22 @@ class KLComputation(Transform):
         return add_per_token(observation_spec, self.kl_key)
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Make the reward, where there is one, one per token: [..., T, 1]."""
+        """Make an existing reward one per token: [..., T, 1]."""
         if self.add_to_reward and "reward" in reward_spec:
             add_per_token(reward_spec, "reward", 1)
         return reward_spec
 
 
 class RetrieveKL(Shareable, Compose):
-    """Score the reference, and the generator where needed, and write their KL of each token.
+    """Score the reference, and the generator if needed, and write their KL per token.
 
-    The generator is scored when `gen_model` (or its factory) is given. With "from_collector" the
-    generation log-probs in the td (next, else root) are used, and only where there are none the
-    collector's policy is asked for a scoring version, which reads at `history_key`. Writes the two
+    A `gen_model` (or its factory) scores the generator. "from_collector" uses the generation
+    log-probs in the td (next, else root); without them a scoring version of the collector's policy
+    scores, which reads at `history_key`. Writes the two
     log-prob keys, `kl_key` and, with `add_to_reward`, "reward" into next. Both models need
     generate=False, equal pad_output and different log_probs_key. Other arguments are those of
     `RetrieveLogProb` and `KLComputation`. `use_ray_service=True`, with `actor_name`, `num_cpus` and
-    `num_gpus`, gives a `RayRetrieveKL`.
+    `num_gpus`, returns a `RayRetrieveKL`.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class RetrieveKL(Shareable, Compose):
 
     def _through(self, hook: str, spec: Composite) -> Composite:
         if not self.always_score:
-            self._collector_policy()  # who asks for specs is about to use the environment
+            self._collector_policy()  # fails early: specs are read before the environment is used
         spec = super()._through(hook, spec)
         if hook in ("transform_observation_spec", "transform_output_spec"):
             add_per_token(spec.get("full_observation_spec", spec), self.gen_log_probs_full_key)
@@ -198,24 +198,24 @@ class RetrieveKL(Shareable, Compose):
     def with_generation(
         self, tensordict: TensorDictBase, next_td: TensorDictBase
     ) -> TensorDictBase:
-        """Return next_td with generation log-probs: those there are, else scored ones."""
+        """Return next_td with existing generation log-probs, else scored ones."""
         key = self.gen_log_probs_full_key
-        found = None if self.always_score else get_values(key, next_td, tensordict)
-        if found is None:
+        log_probs = None if self.always_score else get_values(key, next_td, tensordict)
+        if log_probs is None:
             if self.generator is None:
                 self.generator = self._scorer_of_collector()
             next_td = self.generator._step(tensordict, next_td)
         elif get_values(key, next_td) is None:
-            set_values(next_td, key, found)
+            set_values(next_td, key, log_probs)
         return next_td
 
     def _scorer_of(self, model: Any) -> RetrieveLogProb:
-        """Return what scores a generation model as the reference is scored."""
+        """Return a scorer of a generation model with the settings of the reference."""
         key = self.gen_log_probs_full_key
         return RetrieveLogProb(model, log_probs_full_key=key, **self._settings)
 
     def _scorer_of_collector(self) -> RetrieveLogProb:
-        """Return what scores the policy of the collector that runs the environment."""
+        """Return a scorer of the policy of the environment's collector."""
         ref, path = self.ref_model, self.gen_log_probs_full_key[:-1]
         mode = ref.input_mode
         policy = self._collector_policy().get_new_version(
@@ -229,7 +229,7 @@ class RetrieveKL(Shareable, Compose):
         return self._scorer_of(policy)
 
     def _collector_policy(self) -> Any:
-        """Return the policy of the collector that runs the environment; ValueError if none does."""
+        """Return the policy of the environment's collector; ValueError without one."""
         for name in ("container", "collector"):
             if getattr(self, name) is None:
                 raise ValueError(
@@ -239,24 +239,24 @@ class RetrieveKL(Shareable, Compose):
         return self.collector.policy
 
 
-def _check_shapes(gen: Values, other: Values, what: str) -> None:
+def _check_shapes(gen: Values, other: Values, label: str) -> None:
     """Raise unless the rows of two values have equal shapes."""
     if len(gen) != len(other):
-        raise ValueError(f"Batch size mismatch: {len(gen)} rows of log-probs, {len(other)} {what}")
+        raise ValueError(f"Batch size mismatch: {len(gen)} rows of log-probs, {len(other)} {label}")
     for i, (one, two) in enumerate(zip(gen, other, strict=True)):
         if one.shape != two.shape:
             raise ValueError(
-                f"Sample {i} has different shapes: log-probs {tuple(one.shape)}, {what} "
+                f"Sample {i} has different shapes: log-probs {tuple(one.shape)}, {label} "
                 f"{tuple(two.shape)}; was one of them padded (pad_output)?"
             )
 
 
 def charge(
-    reward: Values, kl: Tensor, kept: Tensor, edge: Border, *, coeff: float | Tensor
+    reward: Values, kl: Tensor, keep: Tensor, edge: Border, *, coeff: float | Tensor
 ) -> Values:
-    """Return the reward with the KL charged, [B, T, 1], ragged where the KL is; kl, kept [B, T].
+    """Return the reward with the KL charged, [B, T, 1], ragged if the KL is; kl, keep [B, T].
 
-    A reward that comes dense, one number per token, stays so.
+    A dense reward, one number per token, stays dense.
     """
     padded = isinstance(reward, Tensor) and reward.shape[1:-1].numel() > 1
     if isinstance(reward, list):
@@ -265,8 +265,8 @@ def charge(
     if reward.shape == (*kl.shape[:-1], 1, 1):
         reward = reward.squeeze(-1)
     if reward.shape == (*kl.shape[:-1], 1):
-        real = torch.ones_like(kept) if edge.real is None else edge.real
-        reward = _at_last(reward, torch.where(kept.any(-1, keepdim=True), kept, real))
+        real = torch.ones_like(keep) if edge.real is None else edge.real
+        reward = _at_last(reward, torch.where(keep.any(-1, keepdim=True), keep, real))
     if reward.shape != (*kl.shape, 1):
         raise ValueError(
             f"The rewards have shape {tuple(reward.shape)} but the kl has shape "
@@ -277,7 +277,7 @@ def charge(
     return charged if padded else edge.ragged(charged)
 
 
-def _at_last(reward: Tensor, kept: Tensor) -> Tensor:
+def _at_last(reward: Tensor, keep: Tensor) -> Tensor:
     """Return reward [B, 1] at the last kept token, 0 elsewhere, [B, T, 1]."""
-    last = (kept * torch.arange(kept.shape[-1], device=kept.device)).argmax(-1, keepdim=True)
-    return reward.new_zeros(kept.shape).scatter(-1, last, reward).unsqueeze(-1)
+    last = (keep * torch.arange(keep.shape[-1], device=keep.device)).argmax(-1, keepdim=True)
+    return reward.new_zeros(keep.shape).scatter(-1, last, reward).unsqueeze(-1)

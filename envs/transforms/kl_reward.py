@@ -1,7 +1,7 @@
-"""TorchRL's older KL reward, for code that still uses it; `RetrieveKL` takes its place.
+"""TorchRL's older KL reward, for existing code; `RetrieveKL` replaces it.
 
-The scoring is `RetrieveLogProb`'s and the KL `KLComputation`'s; here are the older names, the
-older masks and the older shapes: kl_penalty and ref_log_prob are [B, T, 1], as the reward is.
+`RetrieveLogProb` scores and `KLComputation` computes the KL; this file adds the older names, masks
+and shapes: kl_penalty and ref_log_prob are [B, T, 1] like the reward.
 Left out on purpose: histories and texts; the reference reads token ids.
 """
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from policies.wrappers.wrapper import LLMWrapperBase
 
 PROMPT = ("tokens", "prompt")
-REF = ("ref_log_probs", "full")  # of the working td
+REF = ("ref_log_probs", "full")  # in the working copy of the td
 
 
 class _TokenScorer(RetrieveLogProb):
-    """Score token ids; the assistant mask stands beside them."""
+    """Score token ids that come with an assistant mask."""
 
     modes = ("tokens",)
 
@@ -48,15 +48,15 @@ class KLRewardTransform(Shareable, Transform):
 
     Deprecated: use `RetrieveKL`, or `RetrieveLogProb` and `KLComputation`.
 
-    The generation log-probs are read at `log_prob_key`; the reference scores the token ids, so it
-    needs input_mode "tokens". `out_keys` are the reward, the KL and the reference log-probs
-    (`reward`, `kl_penalty`, `ref_log_prob`), each [B, T, 1], ragged rows [t, 1]; the last two may
-    be left out of the list. With `assistant_only` the tokens of `masks.all_assistant_mask` are
-    kept, else those after `tokens.prompt`; without it all real ones are. `detach` cuts the graph,
-    `device` is where the reference is (`to` moves it). `coef` is a buffer and the whole state_dict.
-    At reset a reward key of its own reads 0, [B, 1]. The rest is as in `KLComputation`.
-    `use_ray_service=True`, with `actor_name`, `num_cpus` and `num_gpus`, gives a
-    `RayKLRewardTransform`. No token ids: RuntimeError. No log-probs: ValueError.
+    Reads generation log-probs at `log_prob_key`; the reference scores the token ids, so it needs
+    input_mode "tokens". `out_keys` are the reward, the KL and the reference log-probs (`reward`,
+    `kl_penalty`, `ref_log_prob`), each [B, T, 1], ragged rows [t, 1]; the last two are optional.
+    `assistant_only` keeps the tokens of `masks.all_assistant_mask`, else those after
+    `tokens.prompt`; without it all real tokens are kept. `detach` cuts the graph, `device` is the
+    reference's (`to` moves it). `coef` is a buffer and the only entry of state_dict. At reset a
+    separate reward key is 0, [B, 1]. The rest is as in `KLComputation`. `use_ray_service=True`,
+    with `actor_name`, `num_cpus` and `num_gpus`, returns a `RayKLRewardTransform`. Missing token
+    ids are a RuntimeError, missing log-probs a ValueError.
     """
 
     DEFAULT_IN_KEYS: ClassVar = ["reward"]
@@ -113,7 +113,7 @@ class KLRewardTransform(Shareable, Transform):
                 f"log-probs), got in_keys={in_keys}, out_keys={keys}"
             )
         super().__init__([*in_keys, *reference.in_keys], keys)
-        self.__dict__["reference"] = reference  # past nn.Module: its weights are no state of ours
+        self.__dict__["reference"] = reference  # bypasses nn.Module, to keep it out of the state
         self.kl = KLComputation(
             log_prob_key, REF, add_to_reward=add_to_reward, padding_side=padding_side
         )
@@ -129,7 +129,7 @@ class KLRewardTransform(Shareable, Transform):
 
     @property
     def tokenizer(self) -> Any:
-        """Return the tokenizer that was given, else the reference's."""
+        """Return the tokenizer of the constructor, else the reference's."""
         return self.ref_model.tokenizer if self._tokenizer is None else self._tokenizer
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
@@ -166,7 +166,7 @@ class KLRewardTransform(Shareable, Transform):
         return observation_spec
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Declare the charged reward, [..., T, 1], where there is one to charge."""
+        """Declare the charged reward, [..., T, 1], if there is a reward."""
         if self.add_to_reward and self.in_keys[0] in reward_spec:
             add_per_token(reward_spec, self.out_keys[0], 1)
         return reward_spec
@@ -176,11 +176,11 @@ class KLRewardTransform(Shareable, Transform):
         return super()._apply(fn, recurse)
 
     def _mask(self, td: TensorDictBase) -> Values:
-        """Return the mask of the assistant's tokens, or of what follows the prompt."""
-        found, attention, prompt = (get_values(key, td) for key in (ASSISTANT, ATTENTION, PROMPT))
-        if found is not None:
-            return found
-        rows = [  # a padded prompt fills its width of columns
+        """Return the mask of the assistant's tokens, else of the tokens after the prompt."""
+        mask, attention, prompt = (get_values(key, td) for key in (ASSISTANT, ATTENTION, PROMPT))
+        if mask is not None:
+            return mask
+        rows = [  # a padded prompt takes its full width
             keep.bool() & (torch.arange(len(keep), device=keep.device) >= len(before))
             for before, keep in zip(prompt, attention, strict=True)
         ]

@@ -1,6 +1,6 @@
 """Score a td inside an environment, with the reference or any other model.
 
-Values come dense [B, T] or ragged (one [t] per row), and go out as the td's token ids lie.
+Values are dense [B, T] or ragged (one [t] per row); the output has the layout of the td's ids.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from envs.transforms.ragged import (
 )
 from envs.transforms.transform import Transform
 from policies.specs import Composite, Unbounded
-from policies.wrappers.outputs import home
+from policies.wrappers.outputs import input_device
 
 if TYPE_CHECKING:
     from policies.wrappers.wrapper import LLMWrapperBase
 
-# What of tokenizer_kwargs is as it is, and what may be chosen. Rows are padded elsewhere.
+# The fixed and the free tokenizer_kwargs. Rows are padded elsewhere.
 FIXED = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
 FIXED |= {"add_generation_prompt": False, "return_tensors": "pt"}
 CHOSEN = ("chat_template", "chat_template_name")
@@ -40,17 +40,17 @@ CHOSEN = ("chat_template", "chat_template_name")
 class RetrieveLogProb(Transform):
     """Score a td with `model` and write the log-probs of the kept tokens, 0 elsewhere.
 
-    With `assistant_only` the tokens of `masks.all_assistant_mask` are kept, of the td, else as the
-    model renders the history (it must then read histories), else those of `masks.all_response_mask`
-    if there is one; without it all real tokens are. The log-probs lie as the td's token ids do,
-    padded or ragged; where it has none the model's `pad_output` says, and `padding_side` how ragged
-    ones of a model are padded. The key is `log_probs_full_key`, by default (model.log_probs_key,
-    "full"). `device` is where the model is: inputs move there, results back. `tokenizer` (default:
-    the model's) and `tokenizer_kwargs` (chat_template or chat_template_name) render the history for
-    its assistant mask where the td has none.
+    `assistant_only` keeps the tokens of `masks.all_assistant_mask`: the td's, else that of the
+    rendered history (the model must then read histories), else `masks.all_response_mask`; without
+    it all real tokens are kept. The log-probs have the layout of the td's token ids, padded or
+    ragged; without ids the model's `pad_output` decides, and `padding_side` is that of padded
+    ragged ones. They are written to `log_probs_full_key`, by default (model.log_probs_key,
+    "full"). `device` is the model's: inputs move there, results back. `tokenizer` (default: the
+    model's) and `tokenizer_kwargs` (chat_template or chat_template_name) render the history for
+    its assistant mask if the td has none.
     """
 
-    modes = ("history",)  # of a model that can tell the assistant's tokens
+    modes = ("history",)  # input modes with an assistant mask
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class RetrieveLogProb(Transform):
         wrong = [k for k, v in options.items() if k not in known and (k, v) not in FIXED.items()]
         if wrong:
             raise ValueError(f"tokenizer_kwargs: expected {list(CHOSEN)} and {FIXED}, got {wrong}")
-        # Whether another mask than the model's own is wanted.
+        # Whether the mask differs from the model's own.
         other = tokenizer is not None and tokenizer is not getattr(model, "tokenizer", None)
         self._renders = other or any(name in options for name in CHOSEN)
         if self._renders and not assistant_only:
@@ -101,39 +101,39 @@ class RetrieveLogProb(Transform):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
             values = self._scored(td)
         if self.device is not None:
-            device = home(tensordict)
+            device = input_device(tensordict)
             values = map_rows(lambda row: row.to(device), values)
         set_values(next_td, self.log_probs_full_key, values)
         return next_td
 
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
-        return td_reset  # nothing has been said yet
+        return td_reset  # there are no replies yet
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Add the key that is written."""
+        """Add the log-probs."""
         return add_per_token(observation_spec, self.log_probs_full_key)
 
     def _scored(self, td: TensorDictBase) -> Values:
         """Return the log-probs of a td, 0 at tokens that are not kept."""
         model = self.model
-        if getattr(model, "masks_key", True) is None:  # nobody else knows its padding
+        if getattr(model, "masks_key", True) is None:  # its masks are needed for padding
             model = model.get_new_version(masks_key="masks")
-        # At the temperature of the sampling; a copy, for wrappers may write in place.
-        asked = {"temperature_key": "temperature"} if hasattr(model, "limits") else {}
-        scored = model(td.copy(), **asked)
+        # Scores at the sampling temperature; on a copy, because wrappers may write in place.
+        options = {"temperature_key": "temperature"} if hasattr(model, "limits") else {}
+        scored = model(td.copy(), **options)
         log_probs = get_values(under(model.log_probs_key, "full"), scored)
         owner = getattr(model, "masks_key", None) or "masks"
         mask, real = self._mask(td, scored, owner), get_values(under(owner, ATTENTION[1]), scored)
         mask = log_probs if mask is None else mask
         ids = under(getattr(model, "tokens_key", None) or "tokens", "full")
         ids = model.in_keys[0] if model.input_mode == "tokens" else ids
-        seen, own = get_values(ATTENTION, td), get_values(ids, td)
-        own = seen if own is None else own
+        seen, td_ids = get_values(ATTENTION, td), get_values(ids, td)
+        td_ids = seen if td_ids is None else td_ids
         alike = isinstance(log_probs, Tensor) and isinstance(mask, Tensor)
-        if alike and log_probs.shape == mask.shape and _lie_alike(real, seen, own):
+        if alike and log_probs.shape == mask.shape and _lie_alike(real, seen, td_ids):
             return log_probs.masked_fill(~mask.bool(), 0)
         lies = {"side": self.padding_side, "padded": model.pad_output}
-        return lay_out(log_probs, mask, real, (own, seen), **lies)
+        return lay_out(log_probs, mask, real, (td_ids, seen), **lies)
 
     def _mask(self, td: TensorDictBase, scored: TensorDictBase, owner: NestedKey) -> Values | None:
         """Return the mask of the kept tokens; None keeps all."""
@@ -153,31 +153,31 @@ class RetrieveLogProb(Transform):
             )
         tokenizer = self.model.tokenizer if self.tokenizer is None else self.tokenizer
         chosen = {k: v for k, v in self.tokenizer_kwargs.items() if k in CHOSEN}
-        found = history.apply_chat_template(tokenizer=tokenizer, padding=False, **FIXED, **chosen)
-        return list(read_rows(found, "assistant_masks"))
+        chats = history.apply_chat_template(tokenizer=tokenizer, padding=False, **FIXED, **chosen)
+        return list(read_rows(chats, "assistant_masks"))
 
 
-def _lie_alike(real: Values | None, seen: Values | None, own: Values | None) -> bool:
-    """Return whether scored tokens (`real` ones) lie as the td's ids `own` (`seen` ones) do."""
-    if isinstance(own, list) or isinstance(real, list) or isinstance(seen, list):
+def _lie_alike(real: Values | None, seen: Values | None, td_ids: Values | None) -> bool:
+    """Return whether scored tokens (mask `real`) and td_ids (mask `seen`) have one layout."""
+    if isinstance(td_ids, list) or isinstance(real, list) or isinstance(seen, list):
         return False
     return real is None or seen is None or (real.shape == seen.shape and bool((real == seen).all()))
 
 
 def add_per_token(spec: Composite, key: NestedKey, *tail: int) -> Composite:
-    """Add floats for each token at a key, [B, T, *tail]; returns the spec."""
+    """Add floats for each token at a key, [B, T, *tail]; return the spec."""
     spec[key] = Unbounded((*spec.shape, -1, *tail))
     return spec
 
 
 def one_of(name: str, model: Any, factory: Callable[[], Any] | None) -> Any:
-    """Return the model or what the factory makes; both or neither is a ValueError."""
+    """Return the model or the factory's result; both or neither is a ValueError."""
     check_one(name, model, factory)
     return model if factory is None else factory()
 
 
 def check_one(name: str, model: Any, factory: Callable[[], Any] | None) -> None:
-    """Raise unless exactly one of the two is given; a factory wins over "from_collector"."""
+    """Raise unless exactly one of the two is set; a factory overrides "from_collector"."""
     if isinstance(model, str) and model == "from_collector":
         return
     if model is not None and factory is not None:
@@ -189,5 +189,5 @@ def check_one(name: str, model: Any, factory: Callable[[], Any] | None) -> None:
 
 
 def under(owner: NestedKey, name: str) -> tuple[str, ...]:
-    """Return the key of a name in a container, flat."""
+    """Return the flat key of a name in a container."""
     return (owner, name) if isinstance(owner, str) else (*owner, name)

@@ -1,4 +1,4 @@
-"""Which policy said this: its version beside every state."""
+"""Store the version of the policy with every state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from policies.specs import Composite, NonTensor, Unbounded
 class PolicyVersion(Transform):
     """Write `policy_version` [B] at reset and step: int64 counts, or texts for "uuid".
 
-    `increment_version()` starts the next version; `version` may be set.
+    `increment_version()` starts the next version; `version` is assignable.
 
     >>> from tensordict import TensorDict
     >>> versions = PolicyVersion("int")

@@ -1,4 +1,4 @@
-"""Python for a chat: the ```python blocks of a reply, or calls of a tool, run in a sandbox."""
+"""Run Python in a sandbox: the ```python blocks of a reply, or calls of a tool."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ BLOCK = re.compile(r"```python[ \t]*\n(.*?)```", re.DOTALL)
 
 
 class PythonInterpreter(ToolTransformBase):
-    """Run the ```python blocks of a reply; each gives a message of role `tool_name`.
+    """Run the ```python blocks of a reply; each result is a message of role `tool_name`.
 
-    Each block is a process of its own; see envs/sandbox.py for what the code cannot do. `timeout`
-    (seconds) and `limits` (memory, file_size, processes, max_output of `Sandbox`) are for one
-    block.
+    Each block runs in a separate process with the limits of envs/sandbox.py. `timeout` (seconds)
+    and `limits` (memory, file_size, processes, max_output of `Sandbox`) apply to one block.
     """
 
     def __init__(self, *, tool_name: str = "tool", timeout: float = 10.0, **limits: Any) -> None:
@@ -43,9 +42,9 @@ class PythonInterpreter(ToolTransformBase):
 class PythonTool:
     """Run Python code and return what it prints.
 
-    A tool for a `ToolRegistry`, python(code); the line above is what it tells the policy. Each call
-    is a process of its own, with `limits` as `Sandbox` names them (timeout, memory, file_size,
-    processes, max_output).
+    A tool for a `ToolRegistry`, python(code); the policy reads the line above. Each call runs in a
+    separate process with the `limits` of `Sandbox` (timeout, memory, file_size, processes,
+    max_output).
     """
 
     name = "python"

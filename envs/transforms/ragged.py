@@ -1,7 +1,7 @@
-"""The border of the KL transforms: what comes as ragged rows is dense inside, [B, T].
+"""Convert ragged rows to dense tensors [B, T] for the KL transforms, and back.
 
-Rows come as lazy stacks or as nested tensors. They are padded once on the way in; what goes out
-has their lengths again, and nested rows their layout.
+Rows are lazy stacks or nested tensors. They are padded once on input; outputs have the lengths of
+the rows, and nested rows their layout.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ATTENTION = ("masks", "all_attention_mask")
 
 
 def get_values(key: NestedKey, *tds: TensorDictBase) -> Any:
-    """Return what the first td that has the key holds there: dense, or a list of its rows.
+    """Return the values at a key of the first td that has it: dense, or a list of rows.
 
-    Also a list of texts, for keys that hold some. None where no td has the key.
+    Texts are returned as a list. None if no td has the key.
 
     >>> from tensordict import TensorDict, lazy_stack
     >>> import torch
@@ -37,31 +37,31 @@ def get_values(key: NestedKey, *tds: TensorDictBase) -> Any:
         owner: Any = td.get(tuple(path), None) if path else td
         if owner is None:
             continue
-        held = inner(owner)
-        if not isinstance(held, LazyStackedTensorDict):
-            value = held.get(name, None)
+        container = inner(owner)
+        if not isinstance(container, LazyStackedTensorDict):
+            value = container.get(name, None)
             if isinstance(value, Tensor) and not value.is_nested:
                 return value
             if value is None:
                 continue
-        if (value := read_rows(held, name)) is not None:
+        if (value := read_rows(container, name)) is not None:
             return value
     return None
 
 
-def read_rows(held: TensorDictBase, name: str) -> Any:
-    """Return the rows at a name of a lazy stack, of a nested tensor, or a list of texts."""
-    options = {"as_list": True} if isinstance(held, LazyStackedTensorDict) else {}
-    value = held.get(name, None, **options)
+def read_rows(container: TensorDictBase, name: str) -> Any:
+    """Return the rows at a name: of a lazy stack, of a nested tensor, or a list of texts."""
+    options = {"as_list": True} if isinstance(container, LazyStackedTensorDict) else {}
+    value = container.get(name, None, **options)
     if isinstance(value, Tensor):
         return Rows(value.unbind(), value.layout) if value.is_nested else value
     return value if value is None or isinstance(value, list) else value.tolist()
 
 
 def set_values(td: TensorDictBase, key: NestedKey, values: Values) -> None:
-    """Set dense values as they are, nested rows as they came, and others as a lazy stack.
+    """Set dense values unchanged, nested rows in their layout, and other rows as a lazy stack.
 
-    A dense td has no lazy stack to hold rows at a single-name key: there they are jagged.
+    A dense td has no lazy stack at a single-name key: rows are jagged there.
     """
     if isinstance(values, Tensor):
         td.set(key, values)
@@ -95,16 +95,16 @@ def layout_of(rows: Any) -> torch.layout | None:
 
 
 def map_rows(function: Callable[[Tensor], Tensor], values: Values) -> Values:
-    """Return what a function makes of dense values, or of each row."""
+    """Apply a function to dense values, or to each row."""
     if isinstance(values, Tensor):
         return function(values)
     return Rows(map(function, values), layout_of(values))
 
 
 class Border:
-    """Make values dense, and ragged again where one of `values` is; dense ones stay as they are.
+    """Make values dense, and ragged again if one of `values` is ragged.
 
-    `real` [B, T] says which entries of a padded batch are tokens, None where nothing was ragged.
+    `real` [B, T] is the mask of tokens in a padded batch, None if all values are dense.
 
     >>> rows = [torch.tensor([1, 2]), torch.tensor([3])]
     >>> border = Border(rows, side="left")
@@ -114,29 +114,29 @@ class Border:
 
     def __init__(self, *values: Values | None, side: str) -> None:
         self.side, self.real = side, None
-        if found := [value for value in values if isinstance(value, list)]:
-            self.lengths = [len(row) for row in found[0]]
-            self.layout = next((layout for rows in found if (layout := layout_of(rows))), None)
-            self.real = pad_mask(self.lengths, side=side, device=found[0][0].device)
+        if ragged := [value for value in values if isinstance(value, list)]:
+            self.lengths = [len(row) for row in ragged[0]]
+            self.layout = next((layout for rows in ragged if (layout := layout_of(rows))), None)
+            self.real = pad_mask(self.lengths, side=side, device=ragged[0][0].device)
 
-    def dense(self, values: Values, what: str = "values") -> Tensor:
+    def dense(self, values: Values, label: str = "values") -> Tensor:
         """Return values as [B, T, ...]; rows of other lengths than the first are a ValueError."""
         if self.real is not None:
-            check_lengths(self.lengths, values, what)
+            check_lengths(self.lengths, values, label)
         return values if isinstance(values, Tensor) else pad(values, side=self.side)
 
     def ragged(self, values: Tensor) -> Values:
-        """Return values [B, T, ...] as they came: rows have no padding."""
+        """Return values [B, T, ...] in the original layout: rows have no padding."""
         if self.real is None:
             return values
         return Rows(unpad(values, self.real.to(values.device)), self.layout)
 
 
-def check_lengths(lengths: list[int], values: Values, what: str) -> None:
+def check_lengths(lengths: list[int], values: Values, label: str) -> None:
     """Raise unless the rows of `values` have these lengths."""
     if (got := [len(row) for row in values]) != lengths:
         raise ValueError(
-            f"expected {what} of {lengths} tokens a row, got {got}; was one of them padded "
+            f"expected {label} of {lengths} tokens a row, got {got}; was one of them padded "
             "(pad_output)?"
         )
 
@@ -145,21 +145,21 @@ def lay_out(
     log_probs: Values,
     mask: Values,
     real: Values | None,
-    own: tuple[Values | None, Values | None],
+    target: tuple[Values | None, Values | None],
     *,
     side: str,
     padded: bool,
 ) -> Values:
-    """Return log-probs with 0 outside the mask, as the td's own rows lie.
+    """Return log-probs with 0 outside the mask, in the layout of the td's rows.
 
-    `real` are the attended tokens of what was scored. `own` are the td's ids, or masks in place of
-    them, and its attention mask. Where they hold no such rows the values are dense if `padded`,
-    filled up on `side`, else ragged.
+    `real` is the attention mask of the scored tokens. `target` holds the td's ids (or masks in
+    place of them) and its attention mask. If their lengths do not fit, the values are dense if
+    `padded`, padded on `side`, else ragged.
     """
-    scored, kept = _attended(log_probs, real), _attended(mask, real)
-    check_lengths([len(row) for row in scored], kept, "a mask")
-    rows = [row.masked_fill(~m.bool(), 0) for row, m in zip(scored, kept, strict=True)]
-    lengths, (ids, seen) = [len(row) for row in rows], own
+    scored, masks = _attended(log_probs, real), _attended(mask, real)
+    check_lengths([len(row) for row in scored], masks, "a mask")
+    rows = [row.masked_fill(~m.bool(), 0) for row, m in zip(scored, masks, strict=True)]
+    lengths, (ids, seen) = [len(row) for row in rows], target
     if ids is not None and [len(row) for row in _attended(ids, seen)] == lengths:
         places = [torch.ones_like(row, dtype=torch.bool) for row in ids]
         if seen is not None:
@@ -171,7 +171,7 @@ def lay_out(
 
 
 def _attended(values: Values, real: Values | None) -> list[Tensor]:
-    """Return the rows of values without padding; those that the mask is not of have none."""
+    """Return the rows of values without padding; a mask of other lengths is ignored."""
     if real is None or any(len(v) != len(m) for v, m in zip(values, real, strict=True)):
         return list(values)
     return [row[keep.bool()] for row, keep in zip(values, real, strict=True)]

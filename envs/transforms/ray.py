@@ -1,8 +1,8 @@
-"""One transform in a Ray actor, shared by many environments: its models are in memory once.
+"""Share one transform in a Ray actor among many environments: its models are in memory once.
 
-Tensordicts go to the actor as they are, on the CPU and without a graph, and a new one comes back
-on the device of the input. Ray (`pip install -e '.[ray]'`) is imported here only.
-Left out on purpose: gradients, and changing the shared transform after it was made.
+Tensordicts travel to the actor on the CPU without a graph; the result is a new one on the device of
+the input. Only this file imports Ray (`pip install -e '.[ray]'`).
+Left out on purpose: gradients, and changes of the shared transform after its creation.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from envs.transforms.log_probs import check_one
 from envs.transforms.transform import Compose, PassesSpecs, Transform
 from policies.optional_packages import EXTRAS
 from policies.specs import Composite
-from policies.wrappers.outputs import home
+from policies.wrappers.outputs import input_device
 
 if TYPE_CHECKING:
     from policies.wrappers.wrapper import LLMWrapperBase
 
-NAMESPACE = "leash"  # Ray looks for a name in one namespace only, by default one per process
+NAMESPACE = "leash"  # Ray finds a name in one namespace only, by default one per process
 REMEDY = "make the transform again, a new actor comes with it"
 
 
 class RayTransform(PassesSpecs):
-    """Run a transform in a Ray actor, which every RayTransform of the same `actor_name` uses.
+    """Run a transform in a Ray actor, shared by every RayTransform of the same `actor_name`.
 
-    `make(**kwargs)` makes the transform, a class or any function: in the actor, once. Functions of
-    the main script travel whole, those of a module are imported there (PYTHONPATH). The actor is
-    given `num_cpus` (default 1; also its threads) and `num_gpus` (default 0); the transform and
-    what it is called with are moved to `device` there. An actor with a name lives until `close()`
-    or the end of Ray; one without dies with its only user. Users of one name must give the same
-    arguments, else ValueError (models, factories and other objects are not compared).
+    `make(**kwargs)`, a class or any function, builds the transform once in the actor. Functions of
+    the main script are pickled, those of a module are imported there (PYTHONPATH). The actor has
+    `num_cpus` (default 1; also its threads) and `num_gpus` (default 0); the transform and its
+    inputs move to `device` there. An actor with a name lives until `close()` or the end of Ray; one
+    without dies with its only user. Users of one name must pass the same arguments, else ValueError
+    (models, factories and other objects are not compared).
 
-    Ray need not be running: `ray.init()` is called if it is not, which joins the cluster of
-    RAY_ADDRESS or of `ray start`, or starts one on this machine. Environments in several processes
-    share an actor only inside one cluster. Called on a td without "next" it returns a new one;
-    other transforms write in place. The shared transform sees no `container` or `parent`. A dead
-    actor is a RuntimeError; `detach=False` is a ValueError.
+    Ray starts if it is not running: `ray.init()` joins the cluster of RAY_ADDRESS or `ray start`,
+    or starts one on this machine. Environments in several processes share an actor only inside one
+    cluster. Called on a td without "next" it returns a new one; other transforms write in place.
+    The shared transform has no `container` or `parent`. A dead actor is a RuntimeError;
+    `detach=False` is a ValueError.
 
         shared = RayTransform(MyTransform, factor=2, actor_name="mine")
         env = TransformedEnv(env, shared)
@@ -69,32 +69,32 @@ class RayTransform(PassesSpecs):
         ray = start_ray()
         resources = {"num_cpus": 1 if num_cpus is None else num_cpus, "num_gpus": num_gpus or 0}
         self.actor_name = actor_name
-        given = {**resources, "device": device and str(device), **kwargs}
+        arguments = {**resources, "device": device and str(device), **kwargs}
         self._settings = {"make": getattr(make, "__qualname__", repr(make))}
-        self._settings |= {k: repr(v) for k, v in given.items() if _plain(v)}
+        self._settings |= {k: repr(v) for k, v in arguments.items() if _plain(v)}
         options = {"name": actor_name, "get_if_exists": True, "lifetime": "detached"}
         named = {**options, "namespace": NAMESPACE} if actor_name else {}
         self._actor = ray.remote(_Host).options(**resources, **named).remote()
-        self.sent_bytes = 0  # to make the transform: models weigh, factories do not
-        made = self._ask("made_with")
-        if made is None:
-            made = self._make(partial(make, **kwargs), device)
-        if made != self._settings:
+        self.sent_bytes = 0  # to build the transform: large for models, small for factories
+        actual = self._ask("get_settings")
+        if actual is None:
+            actual = self._make(partial(make, **kwargs), device)
+        if actual != self._settings:
             raise ValueError(
-                f"actor {actor_name!r} was made with other arguments: expected {made}, got "
+                f"actor {actor_name!r} was made with other arguments: expected {actual}, got "
                 f"{self._settings}; use the same ones or another actor_name"
             )
         self.in_keys, self.out_keys, self._inverts = self._ask("facts")
 
     def _make(self, make: Callable[[], Transform], device: Any) -> dict[str, str]:
         buffer = io.BytesIO()
-        # torch.save, because weights of any device can be loaded from it on the CPU.
+        # torch.save, because the CPU can load weights of any device from it.
         torch.save(make, buffer, pickle_module=start_ray().cloudpickle)
         self.sent_bytes = buffer.tell()
         try:
             return self._ask("make", buffer.getvalue(), self._settings, device)
         except Exception:
-            self.close()  # or its name would stay taken
+            self.close()  # else its name would stay in use
             raise
 
     def _ask(self, method: str, *args: Any) -> Any:
@@ -116,13 +116,13 @@ class RayTransform(PassesSpecs):
             ray.kill(self._actor)
 
     def _run(self, hook: str, *tds: TensorDictBase | None) -> TensorDictBase:
-        """Return what a hook of the shared transform makes of tds, on the device of the first.
+        """Call a hook of the shared transform on tds; the result is on the device of the first.
 
-        "next" stays here: it is the last of the tds already.
+        "next" is not sent: it is already the last of the tds.
         """
         first, last = next(td for td in tds if td is not None), tds[-1]
         packed = (None if td is None else _packed(td.exclude("next")) for td in tds)
-        out = self._ask("run", hook, *packed).to(home(first))
+        out = self._ask("run", hook, *packed).to(input_device(first))
         return out.clear_device_() if last is None or last.device is None else out
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
@@ -138,19 +138,19 @@ class RayTransform(PassesSpecs):
         return self._ask("spec", hook, spec)
 
     def __repr__(self) -> str:
-        state = self.__dict__  # asks nobody, and works half-made
+        state = self.__dict__  # works without the actor and during __init__
         settings = {"actor_name": repr(state.get("actor_name")), **state.get("_settings", {})}
         shown = ", ".join(f"{k}={v}" for k, v in settings.items() if k != "make")
         return f"{type(self).__name__}({shown})"
 
 
 class RayRetrieveKL(RayTransform):
-    """Share a `RetrieveKL`; its arguments, models or factories that make them in the actor.
+    """Share a `RetrieveKL`; takes its arguments, models or factories that run in the actor.
 
-    Factories are better: then no weights cross Ray. `gen_model="from_collector"` (the default
-    unless there is a gen_model_factory) works as in `RetrieveKL`: the generation log-probs in the
-    td are used, and where there are none the collector's policy scores, here, with the weights it
-    has now; the actor holds the reference.
+    Prefer factories: then no weights cross Ray. `gen_model="from_collector"` (the default without
+    a gen_model_factory) works as in `RetrieveKL`: it uses the generation log-probs in the td;
+    without them the collector's policy scores in this process with its current weights. The actor
+    holds the reference.
 
     >>> RayRetrieveKL(gen_model=None)
     Traceback (most recent call last):
@@ -179,7 +179,7 @@ class RayRetrieveKL(RayTransform):
         super().__init__(RetrieveKL, device=device, **actor, **models, **kwargs)
         self.__dict__["_local"] = None
         if gen_model == "from_collector" and gen_model_factory is None:
-            # What scores the collector's policy: a RetrieveKL whose reference is elsewhere.
+            # Scores the collector's policy: a RetrieveKL whose reference is in the actor.
             names = ("in_keys", "input_mode", "pad_output", "log_probs_key")
             facts = dict(zip(names, self._ask("read", "ref_model", names), strict=True))
             ref = SimpleNamespace(generate=False, **facts)
@@ -194,13 +194,13 @@ class RayRetrieveKL(RayTransform):
     def _through(self, hook: str, spec: Composite) -> Composite:
         if self._local is None:
             return super()._through(hook, spec)
-        return getattr(self._local, hook)(spec)  # only here is the collector known
+        return getattr(self._local, hook)(spec)  # only this process knows the collector
 
 
 class RayKLRewardTransform(RayTransform):
-    """Share a `KLRewardTransform`; its arguments, a model or a factory that makes it in the actor.
+    """Share a `KLRewardTransform`; arguments as there, a model or a factory that runs in the actor.
 
-    Deprecated, as that is: use `RayRetrieveKL`. A factory is better: then no weights cross Ray.
+    Deprecated like it: use `RayRetrieveKL`. Prefer a factory: then no weights cross Ray.
     """
 
     def __init__(
@@ -226,17 +226,17 @@ class RayKLRewardTransform(RayTransform):
 
 
 class _Host:
-    """The actor: one transform, made by its first user."""
+    """The actor: one transform, built by its first user."""
 
     transform: Transform | None = None
     settings: dict[str, str] | None = None
 
-    def made_with(self) -> dict[str, str] | None:
-        """Return the arguments of the transform, None before it is made."""
+    def get_settings(self) -> dict[str, str] | None:
+        """Return the arguments of the transform, None before it is built."""
         return self.settings
 
     def make(self, pickled: bytes, settings: dict[str, str], device: Any) -> dict[str, str]:
-        """Make the transform, unless another user was faster; return its arguments."""
+        """Build the transform unless another user did; return its arguments."""
         if self.transform is None:
             load = torch.load(
                 io.BytesIO(pickled), map_location="cpu", pickle_module=pickle, weights_only=False
@@ -249,13 +249,13 @@ class _Host:
         return self.settings
 
     def facts(self) -> tuple[list, list, bool]:
-        """Return the transform's in_keys and out_keys, and whether its inverse does anything."""
+        """Return the transform's in_keys and out_keys, and whether it has an inverse."""
         transform = self.transform
         assert transform is not None
         return transform.in_keys, transform.out_keys, _inverts(transform)
 
     def read(self, owner: str, names: tuple[str, ...]) -> list[Any]:
-        """Return attributes of what the transform calls `owner`."""
+        """Return attributes of the transform's attribute `owner`."""
         return [getattr(getattr(self.transform, owner), name) for name in names]
 
     def spec(self, hook: str, spec: Composite) -> Composite:
@@ -263,7 +263,7 @@ class _Host:
         return getattr(self.transform, hook)(spec)
 
     def run(self, hook: str, *tds: TensorDictBase | None) -> TensorDictBase:
-        """Call a hook of the transform where it computes."""
+        """Call a hook of the transform on its device."""
         moved = (td if td is None or self.device is None else td.to(self.device) for td in tds)
         with torch.no_grad():
             return _packed(getattr(self.transform, hook)(*moved))
@@ -281,7 +281,7 @@ def start_ray() -> Any:
 
 
 def _packed(td: TensorDictBase) -> TensorDictBase:
-    """Return a td that can travel: on the CPU, no graph, no storage larger than what is seen."""
+    """Return a td that can be sent: on the CPU, without graph and unused storage."""
     return td.detach().to("cpu").clone()
 
 

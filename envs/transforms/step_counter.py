@@ -1,4 +1,4 @@
-"""How many steps an episode has taken, and its end after the last one allowed."""
+"""Count the steps of an episode and truncate it after a maximum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids that keep up with the history, so that what was sampled is never tokenised again."""
+"""Keep token ids in step with the history, so that sampled text is never tokenised again."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from policies.specs import Composite, Unbounded
 class IncrementalTokenizer(Transform):
     """Write `tokens.prompt` [B] for `history.prompt`, one unpadded row each.
 
-    After a step the sampled `tokens.full` are kept as they are; the end of turn, the messages that
-    came since and the generation prompt are added. At reset, where there are no such ids, where a
-    turn was edited and with `add_generation_prompt=False` the history is rendered anew.
+    After a step it keeps the sampled `tokens.full` unchanged and adds the end of turn, the new
+    messages and the generation prompt. At reset, without such ids, after an edited turn and with
+    `add_generation_prompt=False` it renders the full history.
     Transforms appended later run before it.
     """
 

@@ -1,4 +1,4 @@
-"""Tool calls in the text of a reply: XML blocks, or one JSON object.
+"""Parse tool calls in the text of a reply: XML blocks, or one JSON object.
 
 A parser is any function of a reply that returns {"text", "calls", "meta"}: the reply without its
 calls, `ToolCall`s in order, and their count.
@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 @dataclass(frozen=True)
 class ToolCall:
-    """The tool's name, its arguments, and a label of the caller's own."""
+    """The tool's name, its arguments, and an optional label of the caller."""
 
     tool: str
     args: dict[str, Any]
@@ -23,7 +23,7 @@ class ToolCall:
 
 
 class ParseResult(TypedDict):
-    """What a parser returns."""
+    """The result of a parser."""
 
     text: str
     calls: list[ToolCall]
@@ -36,7 +36,7 @@ Parser = Callable[[str], ParseResult]
 class PatternParser:
     r"""Read calls by a pattern of two groups, the name and the JSON arguments.
 
-    Arguments that are no JSON object come as the argument "raw".
+    Arguments that are not a JSON object become the argument "raw".
 
     >>> PatternParser(r"CALL\[(.*?)\]\((.*?)\)")('CALL[add]({"a": 1})')["calls"][0].args
     {'a': 1}
@@ -47,15 +47,15 @@ class PatternParser:
 
     def __call__(self, response: str) -> ParseResult:
         """Return the calls of a reply."""
-        calls = [self._call(found) for found in self.pattern.finditer(response)]
+        calls = [self._call(match) for match in self.pattern.finditer(response)]
         return _result(self.pattern.sub("", response), calls)
 
-    def _call(self, found: re.Match[str]) -> ToolCall:
-        return ToolCall(found[1].strip(), _arguments(found[2]))
+    def _call(self, match: re.Match[str]) -> ToolCall:
+        return ToolCall(match[1].strip(), _arguments(match[2]))
 
 
 class XMLBlockParser(PatternParser):
-    """Read blocks <tool name="..." tag="...">{"argument": value}</tool>; the tag may be missing.
+    """Read blocks <tool name="..." tag="...">{"argument": value}</tool>; the tag is optional.
 
     >>> parsed = XMLBlockParser()('<tool name="add" tag="A">{"a": 1}</tool> Done.')
     >>> parsed["calls"], parsed["text"]
@@ -65,8 +65,8 @@ class XMLBlockParser(PatternParser):
     def __init__(self) -> None:
         super().__init__(r'<tool\s+name="([^"]+)"(?:\s+tag="([^"]*)")?\s*>(.*?)</tool>')
 
-    def _call(self, found: re.Match[str]) -> ToolCall:
-        return ToolCall(found[1], _arguments(found[3]), found[2])
+    def _call(self, match: re.Match[str]) -> ToolCall:
+        return ToolCall(match[1], _arguments(match[3]), match[2])
 
 
 class JSONCallParser:
@@ -114,7 +114,7 @@ def _arguments(body: str) -> dict[str, Any]:
 
 
 def _json(text: str) -> Any:
-    """Return what a JSON text holds, None for another text."""
+    """Parse a JSON text; None for any other text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""Tools in a chat: the calls of a reply are executed, and their results are the next message.
+"""Execute the tool calls of a reply and append their results to the chat.
 
-Results come as messages of role "tool" at the end of the next prompt; the policy then speaks again.
-What a tool does wrong is a result too: the policy reads it, and the run goes on.
+Results are messages of role "tool" at the end of the next prompt; the policy then replies again.
+Errors of a tool are results too: the policy reads them, and the run continues.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from envs.rewards.functions import Refused
 from envs.transforms.tool_parsers import Parser, PatternParser, ToolCall
 from envs.transforms.transform import Transform
 
-LONGEST = 4000  # characters of a result that the policy is shown
+LONGEST = 4000  # characters of a result that the policy sees
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function with a name and what it takes: {argument: type}, all of them or the ones known."""
+    """A function with a name and known arguments, {argument: type}."""
 
     name: str
     function: Callable[..., Any]
@@ -47,7 +47,7 @@ class Tool:
         return cls(name, service, known, (text or "").strip().split("\n")[0])
 
     def __call__(self, args: dict[str, Any], state: dict[str, Any] | None = None) -> Any:
-        """Return what the function makes of arguments; it is given `_state` if it takes that."""
+        """Call the function with arguments, and with `_state` if it takes it."""
         if "_state" in args:
             raise TypeError("_state is no argument of a call")
         parameters = inspect.signature(self.function).parameters.values()
@@ -76,14 +76,14 @@ class ToolRegistry:
     def register(
         self, service: Any, *, name: str | None = None, schema: dict[str, Any] | None = None
     ) -> None:
-        """Add a tool, in place of another one of the same name."""
+        """Add a tool; it replaces one of the same name."""
         if not callable(service):
             raise ValueError(f"expected a tool, got {service!r}; is its _target_ missing?")
         tool = service if isinstance(service, Tool) else Tool.of(service, name, schema)
         self._tools[tool.name] = tool
 
     def get(self, name: str) -> Tool:
-        """Return the tool of a name; a KeyError lists the names there are."""
+        """Return the tool of a name; a KeyError lists the known names."""
         if name not in self._tools:
             raise KeyError(f"Unknown tool: {name}; there are {sorted(self._tools)}")
         return self._tools[name]
@@ -92,7 +92,7 @@ class ToolRegistry:
         return name in self._tools
 
     def describe(self) -> str:
-        """Return one line a tool, for a system prompt."""
+        """Return one line per tool, for a system prompt."""
         lines = []
         for tool in self._tools.values():
             args = ", ".join(f"{k}: {_type_name(v)}" for k, v in tool.schema_in.items())
@@ -107,11 +107,11 @@ def _type_name(kind: Any) -> str:
 
 
 class ToolTransformBase(Transform):
-    """Append what a reply's tools answer to the next prompt, one message a result.
+    """Append the results of a reply's tools to the next prompt, one message per result.
 
-    Subclasses fill `_process_batch_item(content, index)`: the results of a reply, None or [] if it
-    calls nothing. A chat that calls goes on and earns nothing, even where its task had ended it; a
-    chat that a limit ended calls nothing. Needs a ChatEnv in history mode (RuntimeError).
+    Subclasses implement `_process_batch_item(content, index)`: the results of a reply, None or []
+    without calls. A chat with calls continues without reward, even if its task had ended it; a chat
+    at a limit makes no calls. Needs a ChatEnv in history mode (RuntimeError).
     """
 
     tool_role = "tool"
@@ -121,7 +121,7 @@ class ToolTransformBase(Transform):
         raise NotImplementedError(f"{type(self).__name__} has no _process_batch_item")
 
     def _process_batch(self, contents: dict[int, str]) -> dict[int, list[str] | None]:
-        """Return the results of each row that may call, one row after the other."""
+        """Return the results of each open row, one row after the other."""
         return {i: self._process_batch_item(text, i) for i, text in contents.items()}
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
@@ -133,8 +133,8 @@ class ToolTransformBase(Transform):
         results = self._process_batch(
             {i: chats[i][-1]["content"] for i in self._open_rows(next_td)}
         )
-        called = {i: found for i, found in results.items() if found}
-        new = {i: list(map(self._message, found)) for i, found in called.items()}
+        called = {i: texts for i, texts in results.items() if texts}
+        new = {i: list(map(self._message, texts)) for i, texts in called.items()}
         change_chats(next_td, {i: lambda chat, i=i: [*chat, *new[i]] for i in new})
         reopened = torch.zeros(len(chats), dtype=torch.bool)
         reopened[list(called)] = True
@@ -158,19 +158,19 @@ class ToolTransformBase(Transform):
         return (~closed).nonzero().flatten().tolist()
 
     def _message(self, result: str) -> dict[str, Any]:
-        """Return a result as the policy reads it, cut to a length it can bear."""
+        """Return a result as a message, cut to `LONGEST` characters."""
         more = len(result) - LONGEST
         text = result if more <= 0 else f"{result[:LONGEST]}\n[{more} more characters]"
-        # JSON writes lone surrogates too
+        # JSON may contain lone surrogates
         return {"role": self.tool_role, "content": text.encode(errors="replace").decode()}
 
 
 class ExecuteToolsInOrder(ToolTransformBase):
-    """Execute the calls that `parser` finds, in their order, by the tools of `registry`.
+    """Execute the calls that `parser` finds, in order, by the tools of `registry`.
 
-    All results of a reply are one message. `stop_on_error` leaves out what follows a failed call.
-    `pass_state_to_tools` gives tools that take `_state` a dict: "messages" (the chat) and "index"
-    (its row). A tool that takes longer than `timeout` (seconds) has failed, and is not stopped.
+    All results of a reply are one message. `stop_on_error` skips calls after a failed one.
+    `pass_state_to_tools` passes tools that take `_state` a dict: "messages" (the chat) and "index"
+    (its row). A tool that takes longer than `timeout` (seconds) has failed but is not stopped.
     """
 
     def __init__(
@@ -206,9 +206,9 @@ class ExecuteToolsInOrder(ToolTransformBase):
             if not isinstance(value, str):
                 value = json.dumps(value, default=str, ensure_ascii=False)
             return True, value
-        except Refused as error:  # the set-up is at fault
+        except Refused as error:  # a fault of the set-up
             raise ValueError(str(error)) from error
-        except (Exception, SystemExit) as error:  # whatever else it raises is for the policy
+        except (Exception, SystemExit) as error:  # any other error is a result for the policy
             text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
             return False, f"{type(error).__name__}: {text}"
 
@@ -218,7 +218,7 @@ class SimpleToolTransform(ExecuteToolsInOrder):
 
     Calls are found by `parser`, or by `tool_call_pattern` with two groups, the name and the JSON
     arguments (default: <tool>, the name, a new line, the arguments, </tool>). `tool_schemas` may
-    say what tools take, {name: {argument: type}}; results come with the role `tool_name`.
+    list arguments, {name: {argument: type}}; results have the role `tool_name`.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class SimpleToolTransform(ExecuteToolsInOrder):
 
 
 def _within(timeout: float | None, tool: Tool, args: dict, state: dict | None) -> Any:
-    """Return what a tool gives, or raise TimeoutError; the thread is left to end by itself."""
+    """Return a tool's result or raise TimeoutError; its thread is not stopped."""
     if timeout is None:
         return tool(args, state)
     answer: Future[Any] = Future()
@@ -258,7 +258,7 @@ def _within(timeout: float | None, tool: Tool, args: dict, state: dict | None) -
 
 
 def _clear(td: TensorDictBase, keys: Any, rows: torch.Tensor) -> None:
-    """Set the entries at the keys that there are to 0 (False) in the rows marked, bool [B]."""
+    """Set existing entries at the keys to 0 (False) in the marked rows, bool [B]."""
     for key in keys:
         value = td.get(key, None)
         if value is not None:

@@ -1,9 +1,9 @@
-"""Transforms of what an environment gives, and their composition.
+"""Transforms of an environment's outputs, and their composition.
 
 `_step(td, next_td)` reads the step's td and writes next_td; `_reset(td, td_reset)` does the same
 for a first state; `_call` is for transforms that need one td only. Called on a plain td, a
-transform writes under "next", or into the td itself when it has no "next".
-`transform_*_spec` tell what a transform adds to, or changes in, what the environment declares.
+transform writes under "next", or into the td itself without a "next".
+`transform_*_spec` declare a transform's additions to, or changes of, the environment's specs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ RESOURCES = ("actor_name", "num_cpus", "num_gpus")
 
 
 class Transform(nn.Module):
-    """Map `in_keys` to `out_keys` by `_apply_transform`; override a hook to do anything else.
+    """Map `in_keys` to `out_keys` by `_apply_transform`; override a hook for anything else.
 
-    A missing in_key is a KeyError in a step, and skipped at reset or with `missing_tolerance`.
+    A missing in_key is a KeyError in a step; reset and `missing_tolerance` skip it.
     """
 
     _container: Any  # a TransformedEnv, a Compose or None
-    stays_last = False  # True: what is appended later goes before it
+    stays_last = False  # True: transforms appended later go before it
 
     def __init__(
         self, in_keys: Sequence[NestedKey] = (), out_keys: Sequence[NestedKey] | None = None
@@ -51,7 +51,7 @@ class Transform(nn.Module):
         return tensordict.set("next", self._step(tensordict, next_td))
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return what the environment below is given; the caller's td stays as it is."""
+        """Return the input of the inner environment; the caller's td stays unchanged."""
         return self._inv_call(tensordict.copy())
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
@@ -84,14 +84,14 @@ class Transform(nn.Module):
             f"{type(self).__name__} needs _apply_transform(value), _call(td) or _step(td, next_td)"
         )
 
-    # Specs: each hook may change the spec that it is given, and returns it.
+    # Specs: each hook may change its argument and returns it.
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
-        """Return the specs of what comes out, one hook for each of the three."""
+        """Return the specs of outputs, by one hook for each of the three."""
         return self._transform_specs(output_spec, "observation", "reward", "done")
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Return the specs of what is read, one hook for each of the two."""
+        """Return the specs of inputs, by one hook for each of the two."""
         return self._transform_specs(input_spec, "action", "state")
 
     def _transform_specs(self, spec: Composite, *kinds: str) -> Composite:
@@ -101,16 +101,16 @@ class Transform(nn.Module):
         return spec
 
     def _same(self, spec: Composite) -> Composite:
-        """Return the spec as it is."""
+        """Return the spec unchanged."""
         return spec
 
     transform_observation_spec = transform_reward_spec = transform_done_spec = _same
     transform_action_spec = transform_state_spec = _same
 
-    # Where it is mounted.
+    # Mounting.
 
     def set_container(self, container: Any) -> None:
-        """Remember the environment or Compose that this transform is part of; only one may be."""
+        """Remember the environment or Compose of this transform; a second one is a ValueError."""
         if self._container is not None:
             raise ValueError(
                 f"this {type(self).__name__} already belongs to a "
@@ -119,12 +119,12 @@ class Transform(nn.Module):
         self._hold(container)
 
     def _hold(self, container: Any) -> None:
-        # Past nn.Module, which would register a Compose as a child of its own child.
+        # Bypass nn.Module, which would register a Compose as a child of its child.
         object.__setattr__(self, "_container", container)
 
     @property
     def container(self) -> Any:
-        """Return the environment that this transform is mounted on, or None."""
+        """Return the environment of this transform, or None."""
         holder = self._container
         return holder.container if isinstance(holder, Transform) else holder
 
@@ -135,7 +135,7 @@ class Transform(nn.Module):
 
     @property
     def parent(self) -> Any:
-        """Return the environment as this transform sees it: with the transforms before it."""
+        """Return the environment with only the transforms before this one."""
         before, part = list[Transform](), self
         while isinstance(holder := part._container, Compose):
             others = list(holder)
@@ -144,20 +144,20 @@ class Transform(nn.Module):
         return None if holder is None else holder.seen_through(before)
 
     def unmounted(self) -> Transform:
-        """Return this transform, its modules and its state, to be mounted elsewhere."""
+        """Return a copy with the same modules and state, to mount elsewhere."""
         shared = copy(self)
         shared._hold(None)
         return shared
 
 
 class Shareable:
-    """A class that gives its Ray version, Ray<name>, when asked with use_ray_service=True."""
+    """A class whose Ray version, Ray<name>, is created by use_ray_service=True."""
 
     def __new__(cls, *args: Any, use_ray_service: bool = False, **kwargs: Any) -> Any:
-        """Return an object of the class, or the Ray version; resources need Ray."""
+        """Return an object of the class or its Ray version; resources need Ray."""
         if not use_ray_service:
-            if given := [name for name in RESOURCES if kwargs.get(name) is not None]:
-                raise ValueError(f"{', '.join(given)}: expected use_ray_service=True with them")
+            if resources := [name for name in RESOURCES if kwargs.get(name) is not None]:
+                raise ValueError(f"{', '.join(resources)}: expected use_ray_service=True with them")
             return super().__new__(cls)
         version = RAY_VERSIONS.get(f"{cls.__module__}.{cls.__qualname__}")
         if version is None:
@@ -166,12 +166,12 @@ class Shareable:
 
 
 def _hook(name: str) -> Any:
-    """Return a spec hook that asks the transform's `_through(name, spec)`."""
+    """Return a spec hook that calls `_through(name, spec)`."""
     return lambda self, spec: self._through(name, spec)
 
 
 class PassesSpecs(Transform):
-    """A transform that has others make its specs: a subclass fills `_through(hook, spec)`."""
+    """A transform that delegates its specs: a subclass implements `_through(hook, spec)`."""
 
     transform_output_spec = _hook("transform_output_spec")
     transform_input_spec = _hook("transform_input_spec")
@@ -198,7 +198,7 @@ class Compose(PassesSpecs):
         self.transforms.insert(len(self) - last, transform)
 
     def pop(self, index: int = -1) -> Transform:
-        """Take a transform out and return it; it may be mounted elsewhere."""
+        """Remove and return a transform; it may be mounted elsewhere."""
         transform: Any = self.transforms.pop(index)
         transform._hold(None)
         return transform
@@ -219,7 +219,7 @@ class Compose(PassesSpecs):
         return tensordict
 
     def _through(self, hook: str, spec: Composite) -> Composite:
-        """Return what the spec hooks of all transforms make of a spec."""
+        """Apply the spec hooks of all transforms to a spec."""
         for transform in self:
             spec = getattr(transform, hook)(spec)
         return spec

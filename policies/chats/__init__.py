@@ -1,1 +1,1 @@
-"""Chats: messages as data, chat templates forwards and backwards, the views of one chat."""
+"""Chats: messages, chat templates and their inverse, and a chat as text, tokens or history."""

@@ -1,8 +1,8 @@
-"""Chats to token ids and back to the next prompt, through the model's own chat template.
+"""Render chats to token ids, and replies to the next prompt, by the model's chat template.
 
 A chat is a list of messages {"role", "content"}. For clean chats the ids are those of
-`tokenizer.apply_chat_template`. If contents hold the text of control tokens ("<|im_end|>", ...),
-these are spelled out as ordinary tokens: only the template can open or close a turn.
+`tokenizer.apply_chat_template`. Control tokens in contents ("<|im_end|>", ...) are encoded as
+ordinary text, so that only the template can open or close a turn.
 
 The assistant mask covers contents and end-of-turn tokens of assistant messages. It comes from the
 template's `{% generation %}` tags, else from rendering the chat up to each assistant message.
@@ -36,7 +36,7 @@ _REMEDY = "set policy.chat_template=chatml, or to a template with {% generation 
 
 @dataclass(frozen=True)
 class Rendered:
-    """The ids of a chat and, for each, whether it belongs to the assistant."""
+    """The ids of a chat and the assistant mask, one bool per id."""
 
     ids: list[int]
     assistant: list[bool]
@@ -45,8 +45,8 @@ class Rendered:
 class Renderer:
     r"""Render chats with one tokenizer and one template, that of `find_template`.
 
-    `stop_ids` are the ids that end a turn: the tokenizer's EOS and what the template writes after
-    a reply. Raises ValueError if the template cannot render a plain exchange.
+    `stop_ids` end a turn: the tokenizer's EOS and the token that the template writes after a
+    reply. Raises ValueError if the template cannot render a plain exchange.
 
     >>> from policies.models import find_model, load_tokenizer
     >>> tokenizer = load_tokenizer(find_model("tiny"))
@@ -67,17 +67,17 @@ class Renderer:
     ) -> None:
         self.tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
-        found = find_template(tokenizer, chat_template, chat_template_name)
-        self.name, self.template = found.label, found.text
-        self._outlines = Outlines(found, tokenizer.special_tokens_map, self._encoder)
+        template = find_template(tokenizer, chat_template, chat_template_name)
+        self.name, self.template = template.label, template.text
+        self._outlines = Outlines(template, tokenizer.special_tokens_map, self._encoder)
         self._end = self._outlines.find_end_of_turn()
         self.stop_ids = frozenset({tokenizer.eos_token_id, self._end} - {None})
         self._outlines.ends = [tokenizer.convert_ids_to_tokens(i) for i in self.stop_ids]
         normalizer = type(tokenizer.backend_tokenizer.normalizer).__name__
-        self._growth = {"NoneType": 1, "NFC": 3}.get(normalizer, inf)  # bytes of a byte, at most
+        self._growth = {"NoneType": 1, "NFC": 3}.get(normalizer, inf)  # bytes per byte, at most
 
     def text(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """Return the chat as the template writes it. Raises ValueError if it refuses the chat."""
+        """Return the rendered chat as text. Raises ValueError if the template refuses it."""
         return self._outlines.text(messages, add_generation_prompt)[0]
 
     def render(
@@ -89,8 +89,8 @@ class Renderer:
     ) -> Rendered:
         """Return ids and assistant mask of a chat.
 
-        With `require_assistant` (training data) a mask of all zeros or all ones, or a template that
-        writes a turn otherwise once the chat goes on, is a ValueError.
+        With `require_assistant` (training data) a constant mask, or a template that changes a turn
+        when the chat continues, is a ValueError.
         """
         messages = check_messages(messages)
         text = self.text(messages, add_generation_prompt=add_generation_prompt)
@@ -103,33 +103,33 @@ class Renderer:
         else:
             done = self._encode(outline.pieces, texts, outline.control)
         if require_assistant and (all(done.assistant) or not any(done.assistant)):
-            found = "every token" if any(done.assistant) else "no token"
+            coverage = "every token" if any(done.assistant) else "no token"
             raise ValueError(
-                f"expected some tokens of the assistant, got {found} in the assistant mask of "
+                f"expected some tokens of the assistant, got {coverage} in the assistant mask of "
                 f"{self.name} for roles {[m['role'] for m in messages]}; {_REMEDY}"
             )
         return done
 
     def most_tokens(self, messages: Sequence[Message], *, prompt: bool) -> float:
-        """Return a number of tokens that a chat does not exceed, by its bytes, without encoding it.
+        """Return an upper bound of a chat's tokens from its bytes, without encoding it.
 
-        Returns inf where the tokenizer may rewrite texts to longer ones.
+        Returns inf if the tokenizer may lengthen texts.
         """
         if self._growth == inf or any(len(message) > 2 for message in messages):
             return inf
         pieces = self._outlines.of(check_messages(messages), prompt).pieces
-        own = sum(len(p.text.encode()) for p in pieces if p.message is None) + len(pieces)
-        said = [p.message for p in pieces if p.message is not None]
-        return own + self._growth * sum(len(messages[i]["content"].encode()) for i in said)
+        size = sum(len(p.text.encode()) for p in pieces if p.message is None) + len(pieces)
+        contents = [p.message for p in pieces if p.message is not None]
+        return size + self._growth * sum(len(messages[i]["content"].encode()) for i in contents)
 
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], new_messages: Sequence[Message]
     ) -> list[int]:
-        """Return the ids of the next prompt; `ids` themselves are kept as they are.
+        """Return the ids of the next prompt, which start with `ids` unchanged.
 
-        `ids` are the last prompt and the sampled reply, `messages` the same as a chat. A reply that
-        the template's own end of turn does not end is closed first. Raises ValueError if the
-        template would write the turns so far otherwise.
+        `ids` are the last prompt and the sampled reply, `messages` the same as a chat. A reply
+        without the template's end of turn is closed first. Raises ValueError if the template would
+        change earlier turns.
         """
         messages = check_messages(messages)
         new_messages = check_messages(new_messages) if new_messages else []
@@ -147,21 +147,21 @@ class Renderer:
                 "prompt; set policy.chat_template=chatml, or env.max_turns=1"
             )
         pieces, texts = outline.pieces[where + 1 :], texts[where + 1 :]
-        if ids and ids[-1] == self._end:  # closed by itself: skip the template's own end
+        if ids and ids[-1] == self._end:  # the reply is closed: skip the template's end
             skip = next((k for k, p in enumerate(pieces) if not p.assistant), 0)
             pieces, texts = pieces[skip:], texts[skip:]
         return [*ids, *self._encode(pieces, texts, self._outlines.control_of(pieces)).ids]
 
     def _encode(self, pieces: Sequence[Piece], texts: list[str], control: list[int]) -> Rendered:
-        """Encode pieces that were filled with `texts`; `control` is all that may come out.
+        """Encode pieces filled with `texts`; `control` lists the allowed control tokens.
 
-        As one text if every control token starts in what the template wrote, which gives the ids
-        that the model was trained on; else piece by piece, with contents spelled out.
+        Encodes them as one text, like the model's training data, if every control token starts in
+        the template's text; else piece by piece, with control tokens of contents as plain text.
         """
         text, ends = "".join(texts), list(accumulate(map(len, texts)))
         ids, offsets = self._encoder.encode(text)
-        found = [span for i, span in zip(ids, offsets, strict=True) if i in self._encoder.control]
-        starts = [end - len(text[start:end].lstrip()) for start, end in found]
+        markers = [span for i, span in zip(ids, offsets, strict=True) if i in self._encoder.control]
+        starts = [end - len(text[start:end].lstrip()) for start, end in markers]
         placed = all(pieces[bisect_right(ends, at)].message is None for at in starts)
         if placed and self._encoder.find_control(ids) == control:
             spans = [
@@ -170,8 +170,8 @@ class Renderer:
             return Rendered(ids, mark(offsets, spans, len(text)))
         ids, assistant = [], []
         for piece, text in zip(pieces, texts, strict=True):
-            own = piece.message is None
-            part = self._encoder.encode(text)[0] if own else self._encoder.spell(text)
+            from_template = piece.message is None
+            part = self._encoder.encode(text)[0] if from_template else self._encoder.spell(text)
             ids += part
             assistant += [piece.assistant] * len(part)
         return Rendered(ids, assistant)
@@ -179,7 +179,7 @@ class Renderer:
     def _encode_rewritten(
         self, messages: Sequence[Message], prompt: bool, outline: Outline
     ) -> Rendered:
-        """Encode a chat whose contents the template changes, if they hold no control tokens."""
+        """Encode a chat whose contents the template changes; they must not hold control tokens."""
         text, spans = self._outlines.text(messages, prompt)
         ids, offsets = self._encoder.encode(text)
         fault = "" if self._outlines.tagged else outline.fault

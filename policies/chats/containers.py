@@ -1,11 +1,11 @@
-"""What one chat looks like: as text, as tokens with masks and log-probs, as a history.
+"""Containers of one chat: text, tokens with masks and log-probs, history.
 
 Rows of different lengths are lazy stacks of one container per row: read them with
 `get(key, as_list=True)`, `get(key, as_padded_tensor=True, padding_side=, padding_value=)` or
-`get(key, as_nested_tensor=True, layout=)`; `rows` of policies/padding.py reads dense data and
-stacks of stacks too. `padded` is one bool, False for lazy stacks. Anything called full,
-and every mask, has the shape of `tokens.full`. `to_text`, `to_tokens` and `to_history` give lazy
-stacks of rows. The ids of a rendered history need not be those that were sampled: score ids.
+`get(key, as_nested_tensor=True, layout=)`; `rows` of policies/padding.py also reads dense data and
+stacks of stacks. `padded` is one bool, False for lazy stacks. Fields named full and all masks have
+the shape of `tokens.full`. `to_text`, `to_tokens` and `to_history` return lazy stacks of rows. The
+ids of a rendered history may differ from the sampled ids: score ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ FIELDS = ("prompt", "response", "full")
 
 
 def _share_padded(self: Any) -> None:
-    """Make `padded` read as one bool in a stack of rows too."""
+    """Make `padded` one bool for a stack of rows too."""
     if isinstance(self.padded, bool):
         self.padded = MetaData(self.padded)
 
@@ -34,7 +34,7 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
     """Hold token ids, int64.
 
     `prompt` [B, T_prompt], padded left; `response` [B, T_response], padded right; `full` [B, T],
-    both after each other; `assistant` [B, T_assistant], the ids inside the assistant mask.
+    their concatenation; `assistant` [B, T_assistant], the ids inside the assistant mask.
 
     >>> import torch
     >>> Tokens(full=torch.zeros(2, 3, dtype=torch.int64), padded=True, batch_size=[2]).full.shape
@@ -64,13 +64,13 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
             return lazy_stack(
                 [r.to_text(tokenizer, skip_special_tokens, attention_mask=m) for r, m in pairs]
             )
-        found = _fields(self)
-        if attention_mask is None and self.padded and found:
+        fields = _fields(self)
+        if attention_mask is None and self.padded and fields:
             raise ValueError("expected attention_mask=masks.all_attention_mask for padded tokens")
         if attention_mask is not None:
-            found = _unpadded(found, attention_mask.bool())
+            fields = _unpadded(fields, attention_mask.bool())
         options = {"skip_special_tokens": skip_special_tokens}
-        return Text(**{k: tokenizer.decode(v.tolist(), **options) for k, v in found.items()})
+        return Text(**{k: tokenizer.decode(v.tolist(), **options) for k, v in fields.items()})
 
     def to_history(
         self,
@@ -86,7 +86,7 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
 
 
 class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
-    """Hold log-probabilities in nats, float32, entry by entry those of `Tokens`.
+    """Hold log-probabilities in nats, float32, one per entry of `Tokens`.
 
     In `full` and `prompt` the first attended token and padding are 0.
 
@@ -148,16 +148,16 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
     ) -> Tokens:
         """Return the ids of the rendered chats, ragged rows; `tokenizer` may be a `Renderer`.
 
-        The prompt ends in a generation prompt, the response is what follows it in `full`. A reply
-        that was cut is closed. Raises ValueError if full does not start with the prompt.
+        The prompt ends in a generation prompt, the response is the rest of `full`. A cut reply is
+        closed. Raises ValueError if full does not start with the prompt.
         """
         renderer = _renderer(tokenizer, chat_template, chat_template_name)
 
         def tokens_of(row: Any) -> Tokens:
             ids = _written(row, lambda messages, **ends: renderer.render(messages, **ends).ids)
             if row.full is not None:
-                whole = renderer.render(row.full.messages())
-                pairs = zip(whole.ids, whole.assistant, strict=True)
+                rendered = renderer.render(row.full.messages())
+                pairs = zip(rendered.ids, rendered.assistant, strict=True)
                 ids["assistant"] = [i for i, marked in pairs if marked]
             return _tokens(ids)
 
@@ -188,7 +188,7 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
     default_spec = container_spec(str)
 
     def to_tokens(self, tokenizer: Any) -> Tokens:
-        """Return the ids of each text as it stands, ragged: no special tokens are added to it."""
+        """Return the ids of each text, ragged, without added special tokens."""
 
         def tokens_of(row: Any) -> Tokens:
             options = {"add_special_tokens": False}
@@ -199,10 +199,10 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
     def to_history(
         self, tokenizer: Any = None, chat_template_name: str | None = None
     ) -> ChatHistory:
-        """Return the messages of each text, as `History.from_text` reads it.
+        """Return the messages of each text, read as by `History.from_text`.
 
-        A generation prompt at the end of a prompt is no message; the response is what follows the
-        prompt in `full`, or if they are not both there, what follows a generation prompt.
+        A generation prompt at the end of a prompt is no message. The response is the part of
+        `full` after the prompt; if either is missing, it is read as if after a generation prompt.
         """
         read = find_reader(tokenizer, None, chat_template_name)
         exact = isinstance(read, Format)
@@ -223,22 +223,22 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
 
 
 def _by_row(container: Any, make: Callable[[Any], Any]) -> Any:
-    """Return what `make` makes of each row of a container, as a lazy stack."""
+    """Apply `make` to each row of a container; return a lazy stack."""
     if container.ndim:
         return lazy_stack([_by_row(row, make) for row in container.unbind(0)])
-    found = _fields(container)
-    first = next(iter(found.values()), None)
+    fields = _fields(container)
+    first = next(iter(fields.values()), None)
     if not isinstance(first, History) or first.ndim < 2:
         return make(container)
-    # a ChatHistory made without a batch size holds many chats
-    rows = [{name: history[i] for name, history in found.items()} for i in range(len(first))]
+    # a ChatHistory without a batch size may hold many chats
+    rows = [{name: history[i] for name, history in fields.items()} for i in range(len(first))]
     return lazy_stack([_by_row(ChatHistory(**row), make) for row in rows])
 
 
 def _fields(container: Any) -> dict[str, Any]:
-    """Return prompt, response and full, those that are there."""
-    found = {name: container.get(name, None) for name in FIELDS}
-    return {name: value for name, value in found.items() if value is not None}
+    """Return prompt, response and full, without missing ones."""
+    fields = {name: container.get(name, None) for name in FIELDS}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _tokens(ids: dict[str, list[int]]) -> Tokens:
@@ -251,9 +251,9 @@ def _renderer(tokenizer: Any, template: str | None, name: str | None) -> Rendere
 
 
 def _written(chat: Any, render: Callable[..., Any]) -> dict[str, Any]:
-    """Return the histories of one chat rendered, as strings or lists of ids.
+    """Render the histories of one chat as strings or lists of ids.
 
-    The response is what follows the prompt in both together; ValueError if it does not.
+    The response is the part of `full` after the prompt; ValueError if `full` starts otherwise.
     """
     chats = {name: history.messages() for name, history in _fields(chat).items()}
     done = {}
@@ -276,18 +276,18 @@ def _after(prompt: Any, full: Any) -> Any:
     return full[len(prompt) :]
 
 
-def _unpadded(found: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+def _unpadded(fields: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
     """Return a row's ids without padding, by the mask of `full` or of prompt and response [T]."""
-    sizes = {name: len(ids) for name, ids in found.items()}
+    sizes = {name: len(ids) for name, ids in fields.items()}
     masks = {"full": mask}
     if sizes.get("prompt", 0) + sizes.get("response", 0) == len(mask):
         cut = sizes.get("prompt", 0)
         masks |= {"prompt": mask[:cut], "response": mask[cut:]}
-    return {name: ids[masks[name]] for name, ids in found.items()}
+    return {name: ids[masks[name]] for name, ids in fields.items()}
 
 
-def _history(found: Any) -> History:
-    return found if isinstance(found, History) else History.from_chats(found)
+def _history(value: Any) -> History:
+    return value if isinstance(value, History) else History.from_chats(value)
 
 
 def _extract_responses_from_full_histories(
@@ -298,29 +298,29 @@ def _extract_responses_from_full_histories(
 ) -> History:
     """Return the messages that follow each prompt in the texts, [B, N], padded with role "<none>".
 
-    No reply is an assistant message without content. The template is chosen as in
+    A missing reply becomes an assistant message without content. The template is chosen as in
     `History.from_text`. Raises RuntimeError if a text holds fewer messages than its prompt.
     """
     read = find_reader(tokenizer, None, chat_template_name)
     pairs = zip(text_full, prompt_histories.chats(), strict=True)
-    found = [_replies(read, text, prompt) for text, prompt in pairs]
-    size = max(map(len, found))
+    replies = [_replies(read, text, prompt) for text, prompt in pairs]
+    size = max(map(len, replies))
     filler = {"role": PADDING_ROLE, "content": "", "is_complete": True}
-    return History.from_records([row + [filler] * (size - len(row)) for row in found])
+    return History.from_records([row + [filler] * (size - len(row)) for row in replies])
 
 
 def _replies(read: Any, text: str, prompt: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what follows the prompt in a text, as records."""
-    if isinstance(read, Format):  # exact, whatever the prompt's contents
+    """Return the messages after the prompt in a text, as records."""
+    if isinstance(read, Format):  # exact for any contents of the prompt
         begin = read.write(prompt, add_generation_prompt=True)
         if text.startswith(begin):
             return read.reply(text[len(begin) :])
-    found = records_of(_history(read(text)))
-    if found[0]["role"] == "system" != prompt[0]["role"]:
-        found = found[1:]  # the template's own
-    if len(found) < len(prompt):
+    records = records_of(_history(read(text)))
+    if records[0]["role"] == "system" != prompt[0]["role"]:
+        records = records[1:]  # the template's default system message
+    if len(records) < len(prompt):
         raise RuntimeError(
-            f"expected {len(prompt)} messages or more, got {len(found)}: {text!r:.40}"
+            f"expected {len(prompt)} messages or more, got {len(records)}: {text!r:.40}"
         )
     silent = {"role": "assistant", "content": "", "is_complete": False}
-    return found[len(prompt) :] or [silent]
+    return records[len(prompt) :] or [silent]

@@ -1,4 +1,4 @@
-"""Chats as TensorDict data: one `History` holds messages along its last batch dimension.
+"""Chats as TensorDict data: a `History` holds messages along its last batch dimension.
 
 Shapes: [] one message, [T] a chat, [B, T] a batch of chats (a lazy stack if their lengths differ).
 A message of role "<none>" is padding: it is never rendered, counted or parsed.
@@ -20,9 +20,9 @@ from policies.specs import Composite, NonTensor
 
 
 class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
-    """Hold the messages of one chat or of many.
+    """Hold the messages of one or many chats.
 
-    `is_complete` is False for a reply that was cut before its end-of-turn token.
+    `is_complete` is False for a reply cut before its end-of-turn token.
 
     >>> history = History.from_chats([[{"role": "user", "content": "Hi"}]])
     >>> history.append(History(role="assistant", content="Yo", batch_size=[1])).shape
@@ -57,12 +57,12 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         chat_template: str | None = None,
         tokenizer: Any = None,
     ) -> "History":
-        r"""Return the chat that a text is of, [T], or those of a list of texts, [B, T].
+        r"""Parse a text into a chat [T], or a list of texts into chats [B, T].
 
         The template is chosen as in `apply_chat_template`, else "chatml_format". A message that is
-        not closed has `is_complete` False; a generation prompt is an empty assistant message. Calls
-        of tools stay in the content. Only for texts that you trust: markup of turns inside a
-        content is read as turns. Raises ValueError where a text does not fit the template.
+        not closed has `is_complete` False; a generation prompt is an empty assistant message. Tool
+        calls stay in the content. Use it for trusted texts only: markup of turns inside a content
+        is read as turns. Raises ValueError if a text does not fit the template.
 
         >>> history = History.from_text("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nY")
         >>> history.messages()[1], list(history.is_complete)
@@ -70,14 +70,14 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         """
         read = find_reader(tokenizer, chat_template, chat_template_name)
         if isinstance(text, str):
-            found = read(text)
-            return found if isinstance(found, cls) else cls.from_chats(found)
+            chat = read(text)
+            return chat if isinstance(chat, cls) else cls.from_chats(chat)
         options = (chat_template_name, chat_template, tokenizer)
         return lazy_stack([cls.from_text(one, *options) for one in text])
 
     @classmethod
     def from_records(cls, chats: Sequence[Sequence[dict[str, Any]]]) -> "History":
-        """Return chats [B, T] of messages that were checked before, with their flags."""
+        """Return chats [B, T] of checked messages with their flags."""
         return lazy_stack([_build(chat) for chat in chats])
 
     @classmethod
@@ -88,7 +88,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         return Composite(leaves, shape=shape, data_cls=cls)
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return a [T] history as a list of messages, without padding ones; see `chats`."""
+        """Return a [T] history as a list of messages without padding; see `chats`."""
         if self.ndim != 1:
             raise ValueError(f"expected a history [T], got {list(self.shape)}; use chats()")
         return visible(records_of(self))
@@ -153,7 +153,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         ends = {"add_generation_prompt": add_generation_prompt}
 
         def render(chat: list[dict[str, Any]]) -> Rendered:
-            # a mask without a token is right where nobody has answered
+            # an empty mask is correct for a chat without replies
             answered = any(message["role"] == "assistant" for message in chat)
             need = return_assistant_tokens_mask and answered
             return tokenizer.render(chat, **ends, require_assistant=need)
@@ -171,7 +171,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
 
 
 def _map(history: History, render: Callable[[Any], Any], stack: Callable = list) -> Any:
-    """Return what `render` makes of the chat of a history, or the stack of those of its rows."""
+    """Render the chat of a history, or its rows as a stack."""
     if history.ndim < 2:
         return render(history.messages())
     return stack([_map(row, render, stack) for row in history.unbind(0)])
@@ -189,7 +189,7 @@ def _padded(rows: list[Rendered], tokenizer: Any) -> TensorDictBase:
 
 
 def _grown(history: History, new: History, dim: int, *, one: bool) -> History:
-    """Return the history and, along `dim`, `new` as one entry or the entries of it."""
+    """Return the history with `new` added along `dim`, as one entry or as its entries."""
     if not -history.ndim <= dim < history.ndim or new.ndim != history.ndim - one:
         raise RuntimeError(f"expected dim={dim} to fit {list(history.shape)} and {list(new.shape)}")
     dim %= history.ndim

@@ -1,6 +1,6 @@
-"""A message as a dict, and messages as the columns of a History.
+"""Convert between messages as dicts and the columns of a History.
 
-A record is a message with the fields of History; those that are None are left out.
+A record is a message with the fields of History, without those that are None.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def records_of(history: Any) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = [{} for _ in range(size)]
     for name in FIELDS:
         values = history.get(name, None)
-        if values is not None and name in OPTIONAL:  # lists themselves: read each message
+        if values is not None and name in OPTIONAL:  # values are lists: read each message
             values = [m.get(name, None) for m in rows or history.unbind(0)]
             values = [None if v is None else list(v) for v in values]
         elif not isinstance(values, list):
@@ -45,13 +45,13 @@ def records_of(history: Any) -> list[dict[str, Any]]:
 
 
 def visible(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages that a template is to see: no padding, no flags."""
+    """Return the messages for a template: no padding, no flags."""
     shown = (record for record in records if record["role"] != PADDING_ROLE)
     return [{k: v for k, v in record.items() if k != "is_complete"} for record in shown]
 
 
 def checked(message: Any, index: int) -> dict[str, Any]:
-    """Return a message as a record; raise ValueError if it is not one."""
+    """Return a message as a record; ValueError if it is malformed."""
     if not isinstance(message, dict):
         raise ValueError(f"message {index}: expected a dict, got {type(message).__name__}")
     record = {k: v for k, v in message.items() if v is not None}

@@ -1,12 +1,12 @@
-"""Text back to messages: a chat template read backwards.
+"""Parse text back to messages: the inverse of a chat template.
 
-What a template writes before and after a content of each role is learned by rendering chats with
-random contents; so every template that writes a turn the same way wherever it stands can be read.
-A text cannot tell the template's markup from that of a content, which is an error or, forged well,
-turns of its own. So environments and training keep messages and never read texts back.
+Rendering chats with random contents shows what a template writes before and after each content.
+This works for every template that writes a turn the same way at any position. Markup inside a
+content cannot be told from the template's: it is an error or, if forged well, reads as extra turns.
+So environments and training keep messages and never parse texts.
 
-Left out on purpose: calls of tools, which stay in the content; templates that change contents or
-write a turn otherwise once the chat goes on (give those an `inverse_parser`, see templates.py).
+Left out on purpose: tool calls, which stay in the content; templates that change contents or
+earlier turns (give those an `inverse_parser`, see templates.py).
 """
 
 import re
@@ -22,7 +22,7 @@ from policies.chats.templates import find_template
 
 @dataclass(frozen=True)
 class Turn:
-    """What the template writes before and after a content."""
+    """The template's text before and after a content."""
 
     opener: str
     closer: str
@@ -30,7 +30,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Format:
-    """The turns of a template, by role; a role "" stands for any, its name inside the opener."""
+    """The turns of a template by role; the role "" stands for any role, named in the opener."""
 
     label: str
     template: str
@@ -41,14 +41,14 @@ class Format:
     any_role: str  # the made-up role in the opener of ""
 
     def write(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """Return the chat as the template writes it."""
+        """Return the rendered chat."""
         options = {"add_generation_prompt": add_generation_prompt}
         return render_template(messages, self.template, self.variables, **options)[0]
 
     def reply(self, text: str) -> list[Message]:
-        """Return the messages of what follows a generation prompt, the assistant's first.
+        """Return the messages of a text after a generation prompt, the assistant's first.
 
-        If the markup of turns in it does not fit, all of it is the content.
+        If its markup of turns does not fit, the full text is the content.
         """
         try:
             return self(text, reply=True)
@@ -60,20 +60,20 @@ class Format:
             return [{"role": "assistant", "content": content, "is_complete": complete}]
 
     def _split_filler(self, text: str, *, reply: bool) -> tuple[str, bool]:
-        """Return a text without the EOS and padding tokens at its end, and whether EOS is first."""
+        """Return a text without trailing EOS and padding tokens, and whether EOS is the first."""
         tokens = {self.variables.get(name) for name in ("eos_token", "pad_token")} - {None, ""}
         if not self.turns["user"].opener and not reply:  # EOS alone separates the turns
             tokens -= {turn.closer.rstrip() for turn in self.turns.values()}
         one = "|".join(map(re.escape, sorted(tokens))) or "(?!)"
-        found = re.search(rf"({one})(?:\s*(?:{one}))*\s*\Z", text)
-        if found is None:
+        match = re.search(rf"({one})(?:\s*(?:{one}))*\s*\Z", text)
+        if match is None:
             return text, False
-        return text[: found.start()], found[1] == self.variables.get("eos_token")
+        return text[: match.start()], match[1] == self.variables.get("eos_token")
 
     def __call__(self, text: str, *, reply: bool = False) -> list[Message]:
-        """Return the messages of a text with `is_complete`; ValueError where it does not fit.
+        """Return the messages of a text with `is_complete`; ValueError if it does not fit.
 
-        A `reply` begins as if after a generation prompt.
+        With `reply` the text is read as if after a generation prompt.
         """
         body, ended = self._split_filler(text, reply=reply)
         done: list[Message] = []
@@ -86,7 +86,7 @@ class Format:
             else:
                 role, begin = self._open(body, place, done[-1]["role"] if done else "")
             stop, place, closed = self._close(body, begin, role)
-            for opener in self._openers:  # in a content; mere words ("User: ") may stand there
+            for opener in self._openers:  # inside a content only plain words ("User: ") are allowed
                 inside = opener.search(body, begin, stop)
                 if inside and not opener.pattern[0].isalnum():
                     raise self._misfit(body, inside.start(), "the end of the turn before it")
@@ -97,12 +97,12 @@ class Format:
         return done
 
     def _open(self, text: str, place: int, last: str) -> tuple[str, int]:
-        """Return the role of the turn that begins at `place`, and where its content begins."""
+        """Return the role of the turn at `place` and the start of its content."""
         for role, turn in sorted(self.turns.items(), key=lambda pair: -len(pair[1].opener)):
             if role and turn.opener and text.startswith(turn.opener, place):
                 return role, place + len(turn.opener)
-        if "" in self.turns and (found := self._openers[-1].match(text, place)):
-            return found[1], found.end()
+        if "" in self.turns and (match := self._openers[-1].match(text, place)):
+            return match[1], match.end()
         answers = last not in ("", "assistant")
         cut = self.turns["assistant"].opener.startswith(self.prompt)
         if answers and cut and text.startswith(self.prompt, place):
@@ -115,15 +115,15 @@ class Format:
         raise self._misfit(text, place, f"one of {known}")
 
     def _close(self, text: str, begin: int, role: str) -> tuple[int, int, bool]:
-        """Return where the content ends, where the next turn begins, and whether it was closed."""
+        """Return the end of the content, the start of the next turn, and whether it was closed."""
         closer = self.turns[role if role in self.turns else ""].closer
         core = closer.rstrip()
-        if not core:  # white space alone ends a turn only before another, or at the end
+        if not core:  # white space ends a turn only before another turn or at the end
             begins = [pattern.pattern for pattern in self._openers]
             begins += [re.escape(self.prompt)] if self.prompt else []
             ahead = "|".join([*begins, r"\Z"])
-            if found := re.compile(f"{re.escape(closer)}(?={ahead})").search(text, begin):
-                return found.start(), found.end(), True
+            if match := re.compile(f"{re.escape(closer)}(?={ahead})").search(text, begin):
+                return match.start(), match.end(), True
         elif (stop := text.find(core, begin)) >= 0:
             after = stop + len(core)
             if not text[after:].strip():
@@ -141,7 +141,7 @@ class Format:
 
     @cached_property
     def _openers(self) -> list[re.Pattern[str]]:
-        """Return patterns of what begins a turn, that of any role last."""
+        """Return the patterns of turn openers, that of any role last."""
         texts = [re.escape(turn.opener) for turn in self.turns.values() if turn.opener.strip()]
         return [re.compile(text.replace(self.any_role, r"([\w-]+)")) for text in texts]
 
@@ -149,7 +149,7 @@ class Format:
 def find_reader(
     tokenizer: Any, chat_template: str | None = None, chat_template_name: str | None = None
 ) -> Callable[[str], Any]:
-    """Return what turns a text into messages: a `Format`, or the template's own inverse parser."""
+    """Return the parser of a template: a `Format`, or the template's own inverse parser."""
     template = find_template(tokenizer, chat_template, chat_template_name)
     if template.inverse_parser is not None:
         return template.inverse_parser
@@ -160,11 +160,11 @@ def find_reader(
 
 @lru_cache(maxsize=64)
 def _learn(label: str, template: str, tokens: tuple[tuple[str, str], ...]) -> Format:
-    """Return the turns of a template. Raises ValueError if it cannot be read backwards."""
+    """Learn the turns of a template. Raises ValueError if it cannot be inverted."""
     variables = dict(tokens)
 
     def around(*roles: str) -> list[str]:
-        """Return the texts around the contents of a chat; [] if it has not each content once."""
+        """Return the texts around the contents of a chat; [] unless each content occurs once."""
         names = [f"x{secrets.token_hex(8)}x" for _ in roles]
         chat = [{"role": r, "content": n} for r, n in zip(roles, names, strict=True)]
         try:
@@ -185,7 +185,7 @@ def _learn(label: str, template: str, tokens: tuple[tuple[str, str], ...]) -> Fo
     turns, start = {"user": user, "assistant": assistant}, chat[0].removesuffix(user.opener)
     system = around("system", "user")
     if system and system[1].endswith(user.opener):
-        if not system[0].startswith(start):  # a default system message stands there
+        if not system[0].startswith(start):  # it starts with a default system message
             bos = variables.get("bos_token", "")
             start = bos if system[0].startswith(bos) else ""
         turns["system"] = Turn(system[0].removeprefix(start), system[1].removesuffix(user.opener))

@@ -1,8 +1,8 @@
-"""What a chat template writes around the contents, where the assistant speaks in it, and encoding.
+"""Separate a template's text from contents, find the assistant's spans, and encode text.
 
-An *outline* is a chat rendered with unguessable placeholders for its contents and cut into pieces,
-so that what the template wrote and what a message brought along can be told apart. A *control
-token* is an added token of the tokenizer, special or not, other than white space.
+An *outline* is a chat rendered with unguessable placeholders for its contents and cut into pieces
+of the template's text and of contents. A *control token* is an added token of the tokenizer,
+special or not, other than white space.
 
 Left out on purpose: slow tokenizers, which give no offsets.
 """
@@ -22,8 +22,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from policies.chats.templates import Template
 
-_RENDERING = Lock()  # threads would share the compiled template's one tracker of tagged spans
-_MAX_KEPT = 512
+_RENDERING = Lock()  # threads share the compiled template's tracker of tagged spans
+_CACHE_SIZE = 512
 Message = dict[str, Any]
 Span = tuple[int, int]  # [start, end) in characters
 
@@ -33,23 +33,23 @@ class Piece:
     """A run of text written by the template, or the content of one message."""
 
     text: str
-    message: int | None = None  # whose content it is; None = the template's own text
+    message: int | None = None  # index of the content's message; None = the template's text
     assistant: bool = False  # inside the assistant mask
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What a template makes of a list of roles, whatever the contents."""
+    """The rendering of a list of roles, for any contents."""
 
     pieces: list[Piece]
-    control: list[int]  # the control tokens of the template's own text, in order
+    control: list[int]  # control tokens of the template's text, in order
     fault: str = ""  # why the assistant mask does not fit training data
 
 
 class Encoder:
-    """Turn text into ids in two ways: as the tokenizer does, or with control tokens spelled out.
+    """Encode text as the tokenizer does, or with control tokens as plain text.
 
-    Works on private copies, so that the caller's padding and truncation neither act nor change.
+    Works on private copies, independent of the caller's padding and truncation settings.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -57,14 +57,14 @@ class Encoder:
             raise ValueError(f"expected a fast tokenizer, got {type(tokenizer).__name__}")
         added = tokenizer.added_tokens_decoder
         self.control = frozenset(i for i, t in added.items() if not t.content.isspace())
-        self._whole = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        self._whole.no_padding()
-        self._whole.no_truncation()
-        self._whole.post_processor = None  # it may trim spaces off the offsets
+        self._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.post_processor = None  # it may trim spaces off the offsets
 
     def encode(self, text: str) -> tuple[list[int], list[Span]]:
-        """Return the ids of `text` and their spans, as `tokenizer(text)` has them."""
-        encoding = self._whole.encode(text, add_special_tokens=False)
+        """Return the ids of `text` and their spans, as `tokenizer(text)` does."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def find_control(self, ids: Sequence[int]) -> list[int]:
@@ -73,11 +73,11 @@ class Encoder:
 
     @cached_property
     def _speller(self) -> tuple[Tokenizer, dict[int, int]]:
-        """Return a copy that knows no added tokens but white space, and its ids of these.
+        """Return a tokenizer without added tokens other than white space, and the ids of those.
 
-        The copy encodes parts of a text, so it must not put the blank of a first word before each.
+        It encodes parts of a text, so it must not insert the blank of a first word before each.
         """
-        spec = json.loads(self._whole.to_str())
+        spec = json.loads(self._tokenizer.to_str())
         blanks = [t for t in spec["added_tokens"] if t["content"].isspace()]
         spec["added_tokens"] = blanks
         _add_no_blank(spec["normalizer"])
@@ -115,7 +115,7 @@ def render_template(
     add_generation_prompt: bool = False,
     tagged: bool = False,
 ) -> tuple[str, list[Span]]:
-    """Return what a template writes and the spans of its generation tags if it is `tagged`."""
+    """Return the rendered text and, if `tagged`, the spans of its generation tags."""
     chat = [{k: v for k, v in m.items() if v is not None} for m in messages]
     try:
         with _RENDERING:
@@ -126,7 +126,7 @@ def render_template(
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
-    except Exception as error:  # a template may raise any
+    except Exception as error:  # a template may raise anything
         raise ValueError(f"refuses a chat of {[m['role'] for m in messages]}: {error}") from error
     texts, spans = rendered
     return texts[0], spans[0] if tagged else []
@@ -172,14 +172,14 @@ def fill(pieces: Sequence[Piece], messages: Sequence[Message], text: str) -> lis
     ['<', 'a', '>']
     """
     contents = [m["content"] for m in messages]
-    for strip in (str, str.strip):  # what most templates do, found fast
+    for strip in (str, str.strip):  # what most templates do: a fast path
         texts = [p.text if p.message is None else strip(contents[p.message]) for p in pieces]
         if "".join(texts) == text:
             return texts
     pattern = ""
     for p in pieces:
-        whole = p.text if p.message is None else contents[p.message]
-        forms = [whole] if p.message is None else [f(whole) for f in _STRIPS]
+        full = p.text if p.message is None else contents[p.message]
+        forms = [full] if p.message is None else [f(full) for f in _STRIPS]
         pattern += "(" + "|".join(map(re.escape, dict.fromkeys(forms))) + ")"
     match = re.fullmatch(pattern, text)
     return list(match.groups()) if match else None
@@ -218,7 +218,7 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
 
 
 class Outlines:
-    """The outlines of one template, kept for reuse; `ends` are the tokens that end a turn."""
+    """Cache the outlines of one template; `ends` are the tokens that end a turn."""
 
     def __init__(self, template: Template, variables: Mapping[str, Any], encoder: Encoder) -> None:
         self.template, self.label, self.ends = template.text, template.label, list[str]()
@@ -238,20 +238,20 @@ class Outlines:
             raise ValueError(f"{self.label} {error}; {remedy}") from error
 
     def of(self, messages: Sequence[Message], prompt: bool) -> Outline:
-        """Return the outline of a chat; chats that differ in contents only share one."""
+        """Return the outline of a chat, shared by chats that differ in contents only."""
         blank = self.blank(messages)
         key = f"{prompt}{blank}"
-        found = None if self._dated else self._known.get(key)
-        if found is None:
+        outline = None if self._dated else self._known.get(key)
+        if outline is None:
             self._refuse_markup(messages)
-            found = self._make(blank, prompt)
-            if len(self._known) >= _MAX_KEPT:
+            outline = self._make(blank, prompt)
+            if len(self._known) >= _CACHE_SIZE:
                 self._known.clear()
-            self._known[key] = found
-        return found
+            self._known[key] = outline
+        return outline
 
     def blank(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the chat with a placeholder, which nobody can guess, for each content."""
+        """Return the chat with an unguessable placeholder for each content."""
         names = [f"x{self._nonce}x{i}x" for i in range(len(messages))]
         return [m | {"content": name} for m, name in zip(messages, names, strict=True)]
 
@@ -267,13 +267,13 @@ class Outlines:
             covered = [(max(a, s), min(b, e)) for s, e in spans if s < b and a < e]
             if covered and (not replied or covered != [(a, b)]):
                 fault = "puts other text than the assistant's into its turns"
-        if fault:  # the mask by its definition: content and end of turn
+        if fault:  # mask by definition: content and end of turn
             spans = [span for span, replied in places if replied]
         pieces = cut(text, list(names), [close_turn(text, span, self.ends) for span in spans])
         return Outline(pieces, self.control_of(pieces), fault)
 
     def find_turns(self, messages: Sequence[Message], text: str) -> tuple[list[Span], str]:
-        """Return the spans of what replies add to their generation prompts, or what forbids it."""
+        """Return the spans that replies add to their generation prompts, or a fault."""
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -292,7 +292,7 @@ class Outlines:
         return spans, ""
 
     def find_end_of_turn(self) -> int | None:
-        """Return the token that the template writes right after a reply, if it is a control one."""
+        """Return the control token that the template writes right after a reply, or None."""
         blank = self.blank([{"role": "user"}, {"role": "assistant"}])
         text, reply = self.text(blank, False)[0], blank[-1]["content"]
         tail = re.split(reply, text, flags=re.IGNORECASE)[-1]  # a template may write in capitals
@@ -303,7 +303,7 @@ class Outlines:
         return None
 
     def _refuse_loss(self, blank: Sequence[Message], text: str) -> None:
-        """Raise if a content is not in the text; a message may be its calls of tools alone."""
+        """Raise if a content is missing from the text; a message with tool calls may lack one."""
         for i, message in enumerate(blank):
             if message["content"] not in text.lower() and not message.get("tool_calls"):
                 raise ValueError(
@@ -312,17 +312,19 @@ class Outlines:
                 )
 
     def _refuse_markup(self, messages: Sequence[Message]) -> None:
-        """Raise if a field other than the content, which is not spelled out, has control tokens."""
+        """Raise if a field other than the content has control tokens."""
         for i, message in enumerate(messages):
             other = str({k: v for k, v in message.items() if k != "content"})
             ids, spans = self._encoder.encode(other)
-            found = [span for k, span in zip(ids, spans, strict=True) if k in self._encoder.control]
-            if found:
+            markers = [
+                span for k, span in zip(ids, spans, strict=True) if k in self._encoder.control
+            ]
+            if markers:
                 raise ValueError(
-                    f"{other[slice(*found[0])]!r} outside of the content of message {i}"
+                    f"{other[slice(*markers[0])]!r} outside of the content of message {i}"
                 )
 
     def control_of(self, pieces: Sequence[Piece]) -> list[int]:
-        """Return the control tokens of what the template wrote itself, in order."""
-        own = [self._encoder.encode(p.text)[0] for p in pieces if p.message is None]
-        return self._encoder.find_control([i for ids in own for i in ids])
+        """Return the control tokens of the template's own text, in order."""
+        template_ids = [self._encoder.encode(p.text)[0] for p in pieces if p.message is None]
+        return self._encoder.find_control([i for ids in template_ids for i in ids])

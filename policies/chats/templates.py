@@ -1,8 +1,8 @@
-"""A chat template, and which one holds for a tokenizer.
+"""Choose the chat template of a tokenizer.
 
-An explicit template comes before a name, that before the tokenizer's own, that before ChatML with
-a warning. The named ones are the .jinja files of this folder: each writes a turn the same way
-whatever follows, has no white space stripped, and refuses roles that it cannot write.
+An explicit template has priority over a name, a name over the tokenizer's own, which has priority
+over ChatML with a warning. The named ones are the .jinja files of this folder: each writes a turn
+independent of later ones, strips no white space, and refuses roles that it cannot write.
 
 Left out on purpose: guessing a family from a model's name. The tokenizer's own template is exact.
 """
@@ -17,10 +17,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Template:
-    """A Jinja text and what to call it in errors.
+    """A Jinja text and its label for errors.
 
-    `tokens` stand in for the special tokens where there is no tokenizer; `inverse_parser` is a
-    user's own way from text to messages.
+    `tokens` replace the special tokens if there is no tokenizer; `inverse_parser` is a user's
+    function from text to messages.
     """
 
     text: str
@@ -29,7 +29,7 @@ class Template:
     inverse_parser: Callable[[str], Any] | None = None
 
 
-# Variables of every chat, and those that are left out on purpose.
+# Variables of every chat, and unsupported ones.
 RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 SETTING = r"\{%-? set (\w+) = .*? %\}\n"  # as `with_variables` writes it
 _GPT2 = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
@@ -37,7 +37,7 @@ _DEEPSEEK = {
     "bos_token": "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
     "eos_token": "<\uff5cend\u2581of\u2581sentence\uff5c>",
 }
-KNOWN = {  # the .jinja files, and the special tokens that go with them
+KNOWN = {  # the .jinja files and their special tokens
     "chatml_format": {"eos_token": "<|endoftext|>"},
     "qwen": {"eos_token": "<|endoftext|>"},
     "llama": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot|>"},
@@ -51,7 +51,7 @@ ADDED: dict[str, Template] = {}  # by add_chat_template
 def find_template(
     tokenizer: Any, chat_template: str | None = None, chat_template_name: str | None = None
 ) -> Template:
-    """Return the template that holds; `chat_template` is a Jinja text, a file or a name.
+    """Return the template to use; `chat_template` is a Jinja text, a file or a name.
 
     Raises ValueError for an unknown name.
     """
@@ -73,7 +73,7 @@ def find_template(
 
 
 def with_variables(text: str, variables: Mapping[str, Any]) -> str:
-    """Return a template that sets variables in its first lines, so that they are saved with it.
+    """Prepend assignments of variables to a template, so that they are saved with it.
 
     Raises ValueError for a variable that the template does not read.
 
@@ -91,7 +91,7 @@ def with_variables(text: str, variables: Mapping[str, Any]) -> str:
 
 
 def require_template(tokenizer: Any) -> None:
-    """Raise ValueError where a tokenizer has no template: training is not to guess one."""
+    """Raise ValueError if a tokenizer has no template: training must not guess one."""
     if not tokenizer.chat_template:
         raise ValueError(
             f"expected a chat template, the tokenizer {tokenizer.name_or_path!r} has none; "
@@ -102,17 +102,17 @@ def require_template(tokenizer: Any) -> None:
 def add_chat_template(
     template_name: str, template: str, inverse_parser: Callable[[str], Any] | None = None
 ) -> None:
-    """Give a chat template, a Jinja text or a file, a name in this process.
+    """Register a chat template, a Jinja text or a file, under a name in this process.
 
-    `inverse_parser` turns a text into a History or a list of messages; None reads the turns that
-    the template writes.
+    `inverse_parser` turns a text into a History or a list of messages; None learns the turns from
+    the template.
     """
     label = f"chat template {template_name!r}"
     ADDED[template_name] = Template(read_template(template), label, inverse_parser=inverse_parser)
 
 
 def read_template(chat_template: str) -> str:
-    """Return the Jinja text of a name, of a file, or the given text; ValueError for others.
+    """Return the Jinja text of a name or a file, or a Jinja text itself; else ValueError.
 
     >>> read_template("falcon")[:27], read_template("{{ messages[0]['content'] }}")[:11]
     ('{%- for message in messages', '{{ messages')
@@ -147,7 +147,7 @@ def _known(name: str) -> Template:
 
 
 def _with_end(template: Template, tokenizer: Any) -> Template:
-    """Return ChatML with an end of turn that the tokenizer has; any other template as it is."""
+    """Return ChatML with an end of turn that the tokenizer has; other templates unchanged."""
     if tokenizer is None or template.text != _known("chatml_format").text:
         return template
     if "<|im_end|>" in tokenizer.get_added_vocab():

@@ -1,11 +1,11 @@
-"""A categorical distribution over the classes that a mask or a list of indices leaves.
+"""Categorical distributions restricted by a mask or a list of indices.
 
-Letters: *B batch, C classes, I given indices, *S sample shape, R rows (the product of *B). It holds
-a column of scores per class (dense) or per given index, sorted (sparse), so sparse work costs I
-instead of C. A class with probability 0 counts as masked. A row without a valid class has log-probs
-but neither mode nor samples.
+Letters: *B batch, C classes, I indices, *S sample shape, R rows (the product of *B). Scores have a
+column per class (dense) or per sorted index (sparse), so sparse work costs I instead of C. A class
+with probability 0 counts as masked. A row without a valid class has log-probs but neither mode nor
+samples.
 Left out on purpose: masks that broadcast; TorchRL's `sparse_mask` argument (`indices` are sparse,
-a `mask` is dense) and its dropping of a last dimension of size 1 (one class is one class).
+a `mask` is dense) and its removal of a last dimension of size 1.
 """
 
 import copy
@@ -32,7 +32,7 @@ Shape = Size | Sequence[int] | None
 
 
 class MaskedClasses(Categorical):
-    """A categorical distribution over the classes that are left, as class indices."""
+    """A categorical distribution over the valid classes, as class indices."""
 
     _event_dims = 0
 
@@ -46,24 +46,24 @@ class MaskedClasses(Categorical):
         neg_inf: float = -torch.inf,
         padding_value: int | None = None,
     ) -> None:
-        given = self._param = _one_of(logits, probs)
-        self.num_samples = self._num_events = given.shape[-1]
+        values = self._param = _one_of(logits, probs)
+        self.num_samples = self._num_events = values.shape[-1]
         self.neg_inf, self._padding_value, self._fused = neg_inf, padding_value, True
-        event = Size([given.shape[-1]] * self._event_dims)
-        super(Categorical, self).__init__(given.shape[:-1], event)
+        event = Size([values.shape[-1]] * self._event_dims)
+        super(Categorical, self).__init__(values.shape[:-1], event)
         self._mask, self._classes, keep = mask, None, mask
         if mask is not None:
-            check_mask(mask, given.shape)
+            check_mask(mask, values.shape)
         elif indices is not None:
-            self._classes, keep = _sorted_classes(indices, given.shape, padding_value)
-            given = given.gather(-1, self._classes.clamp(max=self.num_samples - 1))
-        given, nothing = upcast(given), 0 if logits is None else -torch.inf
-        kept = given if keep is None else given.masked_fill(~keep, nothing)
-        fits = (kept.amax(-1) < torch.inf) & (kept.amin(-1) >= nothing)  # NaN does not
+            self._classes, keep = _sorted_classes(indices, values.shape, padding_value)
+            values = values.gather(-1, self._classes.clamp(max=self.num_samples - 1))
+        values, nothing = upcast(values), 0 if logits is None else -torch.inf
+        masked = values if keep is None else values.masked_fill(~keep, nothing)
+        fits = (masked.amax(-1) < torch.inf) & (masked.amin(-1) >= nothing)  # NaN does not
         if self._validate_args and not fits.all():
-            what = "logits" if probs is None else "probs >= 0"
-            raise ValueError(f"expected {what} without NaN or inf at valid classes; mask them out")
-        self._scores = kept if probs is None else _log(kept)  # [*B, C or I], -inf if masked
+            label = "logits" if probs is None else "probs >= 0"
+            raise ValueError(f"expected {label} without NaN or inf at valid classes; mask them out")
+        self._scores = masked if probs is None else _log(masked)  # [*B, C or I], -inf if masked
 
     @lazy_property
     def logits(self) -> Tensor:
@@ -76,7 +76,7 @@ class MaskedClasses(Categorical):
         return self._spread(self._column_probs, 0)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log-probs [*S, *B] of classes that broadcast to it; `neg_inf` at masked ones.
+        """Return the log-probs [*S, *B] of broadcastable classes; `neg_inf` at masked ones.
 
         A class outside 0..C-1 or a non-integer is a ValueError.
         """
@@ -100,8 +100,8 @@ class MaskedClasses(Categorical):
         self._need_valid_classes()
         with torch.no_grad():
             rows = self._column_probs.reshape(-1, self._scores.shape[-1])
-            drawn = torch.multinomial(rows, shape.numel(), replacement=True).T  # [S, R]
-        return self._class_of(drawn.reshape(shape + self.batch_shape))
+            sampled = torch.multinomial(rows, shape.numel(), replacement=True).T  # [S, R]
+        return self._class_of(sampled.reshape(shape + self.batch_shape))
 
     @property
     def mode(self) -> Tensor:
@@ -150,10 +150,10 @@ class MaskedClasses(Categorical):
         if self._classes is None:
             return value, at_index(self._valid, value, size)
         count = self.batch_shape.numel()
-        drawn = value.shape[: value.ndim - len(self.batch_shape)].numel()
-        rows, wanted = self._classes.reshape(count, size), value.reshape(drawn, count).T  # [R, *]
-        found = torch.searchsorted(rows.contiguous(), wanted.contiguous()).clamp(max=size - 1)
-        column = found.T.reshape(value.shape)
+        draws = value.shape[: value.ndim - len(self.batch_shape)].numel()
+        rows, wanted = self._classes.reshape(count, size), value.reshape(draws, count).T  # [R, *]
+        position = torch.searchsorted(rows.contiguous(), wanted.contiguous()).clamp(max=size - 1)
+        column = position.T.reshape(value.shape)
         same = at_index(self._classes, column, size) == value
         return column, same & at_index(self._valid, column, size)
 
@@ -167,7 +167,7 @@ class MaskedClasses(Categorical):
         if self._classes is None:
             return columns
         size = self.num_samples
-        place = self._classes.masked_fill(~self._valid, size)  # a column that is cut off again
+        place = self._classes.masked_fill(~self._valid, size)  # an extra column, cut off below
         wide = columns.new_full((*self.batch_shape, size + 1), fill)
         return wide.scatter(-1, place, columns)[..., :-1]
 
@@ -184,7 +184,7 @@ class ReparamGradientStrategy(Enum):
 
 
 class _OneHot(MaskedClasses):
-    """Read and give one-hots [*S, *B, C] instead of classes."""
+    """Read and return one-hots [*S, *B, C] instead of classes."""
 
     _event_dims = 1
     has_rsample = True
@@ -232,11 +232,11 @@ class _OneHot(MaskedClasses):
 
 
 class MaskedCategorical(MaskedClasses):
-    """Hold a categorical distribution over the classes that a mask or a list of indices leaves.
+    """Hold a categorical distribution restricted by a mask or a list of indices.
 
     logits or probs [*B, C] float, unnormalised; exactly one of `mask` (bool, same shape) and
     `indices` (int64 [*B, I]; entries equal to `padding_value` are ignored, repeated ones count
-    once). What is left shares all the probability; `neg_inf` is the log-prob reported for the rest.
+    once). The valid classes share all the probability; `neg_inf` is the log-prob of the others.
     Half precision becomes float32. `use_cross_entropy` scores without storing normalised log-probs
     (and without a second derivative). `padding_side` has no effect: nothing is padded here.
     Source: the TorchRL reference of the same name.
@@ -268,7 +268,7 @@ class MaskedCategorical(MaskedClasses):
 
     @property
     def mask(self) -> Tensor:
-        """Return the bool mask [*B, C]; also made from `indices`."""
+        """Return the bool mask [*B, C], built from `indices` if needed."""
         if self._mask is not None:
             return self._mask
         assert self._classes is not None
@@ -276,7 +276,7 @@ class MaskedCategorical(MaskedClasses):
         empty = torch.zeros(width, dtype=torch.bool, device=self._classes.device)
         return empty.scatter(-1, self._classes, True)[..., :-1]
 
-    padding_value = property(lambda self: self._padding_value or 0, doc="0 if none was given.")
+    padding_value = property(lambda self: self._padding_value or 0, doc="0 by default.")
 
 
 class OneHotCategorical(_OneHot):
@@ -325,15 +325,15 @@ def _one_of(logits: Tensor | None, probs: Tensor | None) -> Tensor:
     if (logits is None) == (probs is None):
         got = "neither" if logits is None else "both"
         raise ValueError(f"expected logits or probs, got {got}; give exactly one")
-    name, given = ("logits", logits) if probs is None else ("probs", probs)
-    assert given is not None
-    if not given.is_floating_point() or given.ndim == 0 or given.shape[-1] == 0:
-        raise ValueError(f"expected float {name} [*B, C], got {given.dtype} {tuple(given.shape)}")
-    return given
+    name, values = ("logits", logits) if probs is None else ("probs", probs)
+    assert values is not None
+    if not values.is_floating_point() or values.ndim == 0 or values.shape[-1] == 0:
+        raise ValueError(f"expected float {name} [*B, C], got {values.dtype} {tuple(values.shape)}")
+    return values
 
 
 def _sorted_classes(indices: Tensor, shape: Size, padding: int | None) -> tuple[Tensor, Tensor]:
-    """Return the classes [*B, I] sorted, padding as C, and where a class first stands."""
+    """Return the classes [*B, I] sorted, padding as C, and the mask of first occurrences."""
     if indices.shape[:-1] != shape[:-1] or not indices.shape[-1]:
         lead, got = tuple(shape[:-1]), tuple(indices.shape)
         raise ValueError(f"expected indices [*{lead}, I] with I > 0, got {got}; pad the rows")

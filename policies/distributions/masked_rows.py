@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies of rows of logits, some entries masked, without a copy of them.
+"""Log-probabilities and entropies of masked rows of logits, without copying the logits.
 
 Letters: *B batch, C classes, R rows (the product of *B), *S sample shape. `allowed` is bool:
-[*B, C] masks entries, [*B, 1] rows; a row without an allowed entry may hold anything, NaN too.
-Work goes by blocks of rows, and the backward computes the softmax again instead of storing it.
+[*B, C] masks entries, [*B, 1] rows; a row without an allowed entry may hold anything, even NaN.
+Rows are processed in blocks, and the backward recomputes the softmax instead of storing it.
 Left out on purpose: second derivatives.
 """
 
@@ -14,15 +14,15 @@ from torch import Size, Tensor
 from torch.autograd.function import once_differentiable
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_ROWS = 256  # at most so many rows a block (50 MB of float32 at C = 50,000),
-_BLOCKS = 16  # at least so many blocks, so that temporaries stay small beside the logits,
-_ENTRIES = 65_536  # but no block smaller than this, lest the work be all overhead
+_ROWS = 256  # maximum rows per block (50 MB of float32 at C = 50,000)
+_BLOCKS = 16  # minimum number of blocks, to keep temporaries small compared to the logits
+_ENTRIES = 65_536  # minimum entries per block, to limit overhead
 
 
 def masked_log_prob(logits: Tensor, index: Tensor, keep: Tensor, allowed: Tensor) -> Tensor:
     """Return log softmax(logits [*B, C])[index] over the allowed entries, [*S, *B].
 
-    index and keep are [*S, *B], every index in 0..C-1; 0 where not kept. What is kept must be
+    index and keep are [*S, *B], every index in 0..C-1; 0 where not kept. Kept entries must be
     allowed. Half-precision logits give float32 results.
 
     >>> row = torch.tensor([1.0, 1.0, 5.0])
@@ -31,8 +31,8 @@ def masked_log_prob(logits: Tensor, index: Tensor, keep: Tensor, allowed: Tensor
     tensor(-0.6931)
     """
     rows = logits.shape[:-1].numel()
-    drawn = index.shape[: index.ndim - logits.ndim + 1].numel()
-    columns = [x.reshape(drawn, rows).T for x in (index.long(), keep)]  # [R, S]
+    draws = index.shape[: index.ndim - logits.ndim + 1].numel()
+    columns = [x.reshape(draws, rows).T for x in (index.long(), keep)]  # [R, S]
     out = _LogProb.apply(logits, *columns, allowed.reshape(rows, allowed.shape[-1]))
     return out.T.reshape(index.shape)
 
@@ -127,13 +127,13 @@ class _Entropy(torch.autograd.Function):
 
 
 def _masked(rows: Tensor, allowed: Tensor) -> Tensor:
-    """Return rows with -inf at masked entries; whole rows need none, their result is not used."""
+    """Return rows with -inf at masked entries; results of fully masked rows are not used."""
     rows = upcast(rows)
     return rows if allowed.shape[-1] == 1 else rows.masked_fill(~allowed, -torch.inf)
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (which rows, those rows [n, C]), views of logits [*B, C] in order."""
+    """Yield (slice of rows, their logits [n, C]), views of logits [*B, C] in order."""
     rows, classes = logits.shape[:-1].numel(), logits.shape[-1]
     size = max(1, min(_ROWS, rows // _BLOCKS), _ENTRIES // max(classes, 1))
     start = 0
@@ -144,7 +144,7 @@ def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _flat_views(x: Tensor) -> Iterator[Tensor]:
-    """Yield x [*B, C] as [n, C] views: one if it lies in one piece, else one per entry of *B."""
+    """Yield x [*B, C] as [n, C] views: one if it is contiguous, else one per entry of *B."""
     if x.ndim <= 2 or x.is_contiguous():
         yield x.view(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
     else:

@@ -1,6 +1,6 @@
-"""Distributions over the tokens of a sequence: masked, and over known log-probabilities only.
+"""Distributions over the tokens of a sequence: masked, or of known log-probabilities.
 
-Letters: *B batch, T tokens, C vocabulary, *S sample shape. logits[t] already predict token t.
+Letters: *B batch, T tokens, C vocabulary, *S sample shape. logits[t] predicts token t.
 Left out on purpose: masks guessed from token ids, and any shift between logits and tokens.
 """
 
@@ -26,7 +26,7 @@ class LLMMaskedCategorical(Distribution):
 
     logits [*B, T, C] float, unnormalised; mask bool, True = valid: [*B, T] masks positions,
     [*B, T, C] masks tokens at each position (and is itself that much larger). A position without a
-    valid token has nothing to say: `sample` and `mode` give `ignore_index` there, `entropy` 0.
+    valid token has `ignore_index` as `sample` and `mode`, and `entropy` 0.
     A mask of another shape or dtype is a ValueError. `probs` and `logits` are the unmasked ones.
     Source: the torchrl reference of the same name.
 
@@ -46,7 +46,7 @@ class LLMMaskedCategorical(Distribution):
 
     arg_constraints = {}  # type: ignore[assignment]  # noqa: RUF012  # checked by the constructor
     logits = property(lambda self: self._logits, doc="The original logits [*B, T, C].")
-    mask = property(lambda self: self._mask, doc="The mask as it was given.")
+    mask = property(lambda self: self._mask, doc="The mask passed to the constructor.")
 
     @property
     def probs(self) -> Tensor:
@@ -55,17 +55,17 @@ class LLMMaskedCategorical(Distribution):
 
     @property
     def position_level_masking(self) -> bool:
-        """Return True when whole positions are masked, False when tokens are."""
+        """Return True if the mask covers positions, False if it covers tokens."""
         return self._mask.ndim < self._logits.ndim
 
     @property
     def masked_logits(self) -> Tensor:
-        """Return the logits with -inf where masked; built on first use, kept until clear_cache."""
+        """Return the logits with -inf where masked; cached until clear_cache."""
         return self._cached("logits", lambda: self._logits.masked_fill(~self._wide, -torch.inf))
 
     @property
     def masked_dist(self) -> Categorical:
-        """Return the masked Categorical, kept like these; without a valid token it is uniform."""
+        """Return the masked Categorical, cached as well; uniform without a valid token."""
         return self._cached("dist", self._build_dist)
 
     def clear_cache(self) -> None:
@@ -94,17 +94,17 @@ class LLMMaskedCategorical(Distribution):
     def sample(self, sample_shape: Size | Sequence[int] | None = None) -> Tensor:
         """Draw tokens [*S, *B, T]; `ignore_index` at positions without a valid token."""
         with torch.no_grad():
-            drawn = self.masked_dist.sample(Size(sample_shape or ()))
-        return drawn.masked_fill(~self._valid, self.ignore_index)
+            sampled = self.masked_dist.sample(Size(sample_shape or ()))
+        return sampled.masked_fill(~self._valid, self.ignore_index)
 
     def rsample(self, sample_shape: Size | Sequence[int] | None = None) -> Tensor:
         """Draw one-hots [*S, *B, T, C] whose gradient is that of the probabilities.
 
         Straight-through estimator (Bengio et al. 2013, section 4); masked positions are all zero.
         """
-        drawn = self.sample(sample_shape).masked_fill(~self._valid, 0)
+        sampled = self.sample(sample_shape).masked_fill(~self._valid, 0)
         probs = self.masked_dist.probs  # [*B, T, C]
-        hot = one_hot(drawn, probs.shape[-1]).to(probs.dtype)
+        hot = one_hot(sampled, probs.shape[-1]).to(probs.dtype)
         return (hot + (probs - probs.detach())).masked_fill(~self._valid.unsqueeze(-1), 0)
 
     @property
@@ -137,11 +137,11 @@ class LLMMaskedCategorical(Distribution):
         logits = self._logits
         if not self.position_level_masking:
             logits = logits.masked_fill(~self._mask, -torch.inf)
-        # A row of -inf (or what a padded position holds) would be NaN, and so would its gradient.
+        # A row of -inf (or of padding values) would be NaN, and so would its gradient.
         return Categorical(logits=logits.masked_fill(~self._valid.unsqueeze(-1), 0))
 
     def _cached(self, name: str, build: Callable[[], Any]) -> Any:
-        """Return the stored value, built again if it was built without the gradient now wanted."""
+        """Return the cached value; build it again if it lacks the gradient now needed."""
         tracked = torch.is_grad_enabled() and self._logits.requires_grad
         if name not in self._cache or (tracked and not self._cache[name][0]):
             self._cache[name] = (tracked, build())
@@ -149,9 +149,9 @@ class LLMMaskedCategorical(Distribution):
 
 
 class LogProbDistribution(Distribution):
-    """Wrap log-probabilities of known tokens, where no logits are at hand.
+    """Wrap log-probabilities of known tokens, without logits.
 
-    log_probs [B, T]; mask [B, T] bool, True = valid. Only `log_prob` of those very tokens is known:
+    log_probs [B, T]; mask [B, T] bool, True = valid. Only the `log_prob` of these tokens is known:
     it checks the shape of `value`, not its ids. A mask of another shape or dtype is a ValueError.
 
     >>> dist = LogProbDistribution(torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]]))
@@ -168,7 +168,7 @@ class LogProbDistribution(Distribution):
             batch, event = log_probs.shape, Size()
         super().__init__(batch_shape=batch, event_shape=event, validate_args=False)
 
-    arg_constraints = {}  # type: ignore[assignment]  # noqa: RUF012  # any log-probs will do
+    arg_constraints = {}  # type: ignore[assignment]  # noqa: RUF012  # any log-probs are valid
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log-probs [B, T], 0 where masked; `value` must have their shape."""

@@ -1,1 +1,1 @@
-"""The policy as a TensorDict module: what every engine shares, and one file or two per engine."""
+"""The policy as a TensorDict module: the shared base, and one or two files per engine."""

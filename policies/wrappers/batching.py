@@ -1,7 +1,7 @@
-"""Gather what several threads ask of one model into batches.
+"""Gather calls of several threads to one model into batches.
 
-A caller hands in rows and waits. Whoever finds enough rows waiting, or has itself waited for
-`timeout` seconds, runs the next batch for all; one batch runs at a time. No thread of its own.
+A caller submits rows and waits. The first caller that sees enough waiting rows, or has waited
+`timeout` seconds, runs the next batch for all; one batch runs at a time. There is no extra thread.
 """
 
 import threading
@@ -23,7 +23,7 @@ Run = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass(eq=False)
 class _Row:
-    """A row of one call, and what becomes of it."""
+    """A row of one call and its future result."""
 
     call: object
     run: Run
@@ -32,7 +32,7 @@ class _Row:
 
 
 class BatchQueue:
-    """Run functions over rows of several callers at once.
+    """Run functions on rows of several callers at once.
 
     A batch starts when `min_size` rows wait, or `timeout` seconds after the oldest call; it has at
     most `max_size` rows (None = all that wait).
@@ -51,9 +51,9 @@ class BatchQueue:
         self._busy = False
 
     def __call__(self, run: Run, rows: Sequence[Any]) -> list[Any]:
-        """Return run's result of each row. A failure of `run` reaches the caller of the row only.
+        """Return the result of `run` for each row; its errors reach the caller of the row only.
 
-        Rows are run together with those of other callers of an equal `run`.
+        Rows run together with those of other callers with an equal `run`.
         """
         call, deadline = object(), time.monotonic() + self.timeout
         mine = [_Row(call, run, value) for value in rows]
@@ -70,7 +70,7 @@ class BatchQueue:
         return [row.result.result() for row in mine]
 
     def _run_batch(self) -> None:
-        """Run the next batch with the lock given back for as long as it takes."""
+        """Run the next batch with the lock released meanwhile."""
         run, batch = self._waiting[0].run, list[_Row]()
         while self._waiting and self._waiting[0].run == run and len(batch) != self.max_size:
             batch.append(self._waiting.popleft())
@@ -85,7 +85,7 @@ class BatchQueue:
 
 
 def _work(batch: list[_Row]) -> None:
-    """Run a batch; if it fails, each caller's rows alone, so that failures find their owner."""
+    """Run a batch; if it fails, run each caller's rows alone, so that errors reach their caller."""
     calls = dict.fromkeys(row.call for row in batch)
     try:
         results = batch[0].run([row.value for row in batch])
@@ -105,7 +105,7 @@ def _work(batch: list[_Row]) -> None:
 
 
 class BatchedCalls:
-    """Make the calls `_draw` and `_log_probs` of a wrapper for several threads, rows together.
+    """Batch the calls `_draw` and `_log_probs` of a wrapper over several threads.
 
     A call that needs a gradient runs alone: backwards of several threads cannot share a graph.
     """
@@ -129,13 +129,13 @@ class BatchedCalls:
         values = torch.cat(self.queue(self._score_rows, list(rows)))
         return values.new_zeros(attention.shape).masked_scatter(attention, values)
 
-    # Batches of the queue: rows of any callers in, one result a row out.
+    # Batches of the queue: rows of any callers, one result per row.
 
     def _draw_rows(self, rows: list[tuple[Tensor, int]]) -> list[Any]:
         ids, streams = zip(*rows, strict=True)
-        drawn = self.model._draw(*_padded(ids, "left"), torch.tensor(streams))
-        columns = [unpad(drawn.ids, drawn.mask), unpad(drawn.log_probs, drawn.mask)]
-        columns.append(drawn.complete.tolist())
+        sampled = self.model._draw(*_padded(ids, "left"), torch.tensor(streams))
+        columns = [unpad(sampled.ids, sampled.mask), unpad(sampled.log_probs, sampled.mask)]
+        columns.append(sampled.complete.tolist())
         return list(zip(*columns, strict=True))
 
     @torch.no_grad()

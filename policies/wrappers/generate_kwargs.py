@@ -1,8 +1,8 @@
-"""What a generating policy may be asked for, checked; and replies by transformers' own `generate`.
+"""Check the arguments of generation, and generate by transformers' `generate`.
 
-The sampler follows the names in OWN. Any other field of transformers' GenerationConfig, and the
-arguments in OBJECTS, are handed on to the model's own `generate`, which draws from torch's
-generator; training refuses those, and what narrows the distribution that is sampled from.
+The sampler implements the names in SAMPLER. Other fields of transformers' GenerationConfig and the
+arguments in OBJECTS go to the model's `generate`, which samples with torch's generator. Training
+refuses those, and everything that narrows the sampling distribution.
 """
 
 import copy
@@ -24,13 +24,13 @@ ALIASES = {
     "stop_strings": "stop",
 }
 FILTERS = tuple(asdict(NO_FILTERS))
-# What the sampler follows.
-OWN = (*FILTERS, "temperature", "do_sample", "max_new_tokens", "max_prompt_tokens", "stop")
-OWN += ("num_return_sequences", "eos_token_id", "pad_token_id", "skip_special_tokens")
+# Implemented by the sampler.
+SAMPLER = (*FILTERS, "temperature", "do_sample", "max_new_tokens", "max_prompt_tokens", "stop")
+SAMPLER += ("num_return_sequences", "eos_token_id", "pad_token_id", "skip_special_tokens")
 # Arguments of `generate` that are in no config.
 PROCESSORS = ("logits_processor", "prefix_allowed_tokens_fn")
 OBJECTS = (*PROCESSORS, "stopping_criteria", "assistant_model")
-# What has no log-prob for each token, or ends a reply where no token shows it, but at this value.
+# Options without a log-prob per token or a visible end of reply, unless at this value.
 UNFOLLOWED = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -40,10 +40,10 @@ UNFOLLOWED = {
     "stopping_criteria": None,
     "assistant_model": None,
 }
-# Fields of a config that change no reply, as a saved one has them.
+# Fields of saved configs that change no reply.
 IDLE = ("bos_token_id", "output_scores", "return_dict_in_generate", "use_cache")
 IDLE += ("transformers_version",)
-# What a config leaves open is this, not what the model's own config says.
+# Defaults of a config's open fields, in place of the model's own config.
 NEUTRAL = {
     "do_sample": False,
     "temperature": 1.0,
@@ -55,7 +55,7 @@ NEUTRAL = {
 
 @dataclass(frozen=True)
 class GenerateKwargs:
-    """How to generate: temperature 0 is greedy; lengths in tokens; stop texts end a reply."""
+    """Generation options: temperature 0 is greedy; lengths in tokens; stop texts end a reply."""
 
     temperature: float = 1.0
     max_new_tokens: int = 64
@@ -66,36 +66,36 @@ class GenerateKwargs:
     pad_token_id: int | None = None
     skip_special_tokens: bool = False  # in the texts
     filters: Filters = NO_FILTERS
-    fields: dict[str, Any] = field(default_factory=dict)  # of a config, for `generate`
+    fields: dict[str, Any] = field(default_factory=dict)  # fields of a config for `generate`
     objects: dict[str, Any] = field(default_factory=dict)  # further arguments of `generate`
 
     @classmethod
     def read(cls, kwargs: dict[str, Any], *, log_probs: bool = True) -> "GenerateKwargs":
-        """Return the checked arguments; a `generation_config` stands for its fields.
+        """Return the checked arguments; a `generation_config` is replaced by its fields.
 
-        Without `log_probs`, what has none is allowed.
+        `log_probs=False` allows options without log-probs.
 
         >>> GenerateKwargs.read({"do_sample": False, "max_tokens": 5}).temperature
         0.0
         """
         config = kwargs.get("generation_config")
-        given = {**(config.to_diff_dict() if config else {}), **kwargs, "generation_config": None}
-        more = {ALIASES.get(k, k): v for k, v in given.items() if v is not None}
-        own = {k: more.pop(k) for k in OWN if k in more}
+        merged = {**(config.to_diff_dict() if config else {}), **kwargs, "generation_config": None}
+        more = {ALIASES.get(k, k): v for k, v in merged.items() if v is not None}
+        known = {k: more.pop(k) for k in SAMPLER if k in more}
         fields, objects = _for_generate(more, log_probs=log_probs)
-        greedy = own.pop("do_sample", True) is False
-        heat = own.pop("temperature", 0.0 if greedy else 1.0)
+        greedy = known.pop("do_sample", True) is False
+        heat = known.pop("temperature", 0.0 if greedy else 1.0)
         if greedy and heat != 0:
             raise ValueError(f"temperature must be 0 with do_sample=False, got {heat}; drop one")
-        stop, eos = own.pop("stop", ()), own.pop("eos_token_id", None)
+        stop, eos = known.pop("stop", ()), known.pop("eos_token_id", None)
         return cls(
             temperature=float(heat),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             eos_token_id=None if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-            filters=Filters(**{k: own.pop(k) for k in FILTERS if k in own}),
+            filters=Filters(**{k: known.pop(k) for k in FILTERS if k in known}),
             fields=fields,
             objects=objects,
-            **own,
+            **known,
         )
 
     def __post_init__(self) -> None:
@@ -108,22 +108,22 @@ class GenerateKwargs:
         ):
             if not good:
                 raise ValueError(f"expected {wanted}, got {got}")
-        if self.foreign and self.stop:
-            raise ValueError(f"expected stop or {self.foreign}, got both; use eos_token_id for it")
+        if self.hf_only and self.stop:
+            raise ValueError(f"expected stop or {self.hf_only}, got both; use eos_token_id for it")
 
     @property
     def num_samples(self) -> int | None:
-        """Return how many replies a prompt gets; None is one, without a dimension for it."""
+        """Return the number of replies per prompt; None is one, without a dimension for it."""
         count = self.num_return_sequences
         return None if count == 1 else count
 
     def unscored(self) -> list[str]:
-        """Return what only changes samples: scores follow the temperature alone."""
-        return [*self.narrowing(), *self.foreign]
+        """Return the options that change samples alone; scores depend on the temperature only."""
+        return [*self.narrowing(), *self.hf_only]
 
     @property
-    def foreign(self) -> list[str]:
-        """Return what only transformers' own `generate` does."""
+    def hf_only(self) -> list[str]:
+        """Return the options that only transformers' `generate` supports."""
         return sorted({*self.fields, *self.objects})
 
     def narrowing(self) -> dict[str, Any]:
@@ -132,20 +132,20 @@ class GenerateKwargs:
         return {k: v for k, v in chosen.items() if v != neutral[k]}
 
     def config(self) -> GenerationConfig:
-        """Return what transformers' own generate is asked for."""
+        """Return the config for transformers' `generate`."""
         more = self.narrowing() | self.fields
         if self.temperature == 0:
             return GenerationConfig(do_sample=False, **more)
         return GenerationConfig(do_sample=True, temperature=self.temperature, **more)
 
     def stop_finder(self, tokenizer: Any) -> Callable[[list[int]], bool] | None:
-        """Return what tells whether a reply holds a stop text; None if there are none."""
+        """Return a test of whether a reply holds a stop text; None without stop texts."""
         if not self.stop:
             return None
         return lambda ids: any(text in tokenizer.decode(ids) for text in self.stop)
 
     def check_positions(self, most: int | None) -> None:
-        """Raise where the longest prompt and reply together exceed the model's `most` positions."""
+        """Raise if the longest prompt and reply together exceed the model's `most` positions."""
         total = (self.max_prompt_tokens or 1) + self.max_new_tokens
         if most is not None and total > most:
             raise ValueError(
@@ -154,7 +154,7 @@ class GenerateKwargs:
             )
 
     def check_lengths(self, attention: Tensor, most: int | None) -> None:
-        """Raise where a prompt exceeds max_prompt_tokens, or with its reply `most`.
+        """Raise if a prompt exceeds max_prompt_tokens, or `most` positions with its reply.
 
         attention [B, T] is the mask of the prompts.
         """
@@ -172,7 +172,7 @@ class GenerateKwargs:
 
 
 def _for_generate(more: dict[str, Any], *, log_probs: bool) -> tuple[dict, dict]:
-    """Return which arguments are fields of a config and which are objects for `generate`."""
+    """Split arguments into fields of a config and objects for `generate`."""
     if lengths := [name for name in ("max_length", "min_length") if name in more]:
         raise ValueError(f"expected max_new_tokens or min_new_tokens in place of {lengths}")
     more = {
@@ -185,7 +185,7 @@ def _for_generate(more: dict[str, Any], *, log_probs: bool) -> tuple[dict, dict]
     config = GenerationConfig(do_sample=True)
     objects = config.update(**more)  # transformers checks its own fields
     if unknown := [name for name in objects if name not in OBJECTS]:
-        near = get_close_matches(unknown[0], [*OWN, *OBJECTS, *ALIASES, *vars(config)], 1)
+        near = get_close_matches(unknown[0], [*SAMPLER, *OBJECTS, *ALIASES, *vars(config)], 1)
         raise ValueError(f"generate_kwargs has an unknown {unknown[0]!r}; did you mean {near}?")
     return {name: value for name, value in more.items() if name not in objects}, objects
 
@@ -202,10 +202,10 @@ def follow(
     log_probs: bool = True,
     **objects: Any,
 ) -> Sampled:
-    """Return a reply to each prompt [B, T], padded left, as a config of transformers asks for it.
+    """Generate a reply to each prompt [B, T], padded left, by transformers and its config.
 
-    The log-prob of a token is that of the processed scores it was drawn from. `max_new_tokens` and
-    the EOS ids `ends` replace those of the config. What has no such log-probs is a ValueError,
+    Log-probs come from the processed scores that a token was sampled from. `max_new_tokens` and
+    the EOS ids `ends` replace those of the config. Options without such log-probs are a ValueError
     unless `log_probs=False`. `objects` are further arguments of `generate`.
     """
     for name, only in UNFOLLOWED.items() if log_probs else ():
@@ -223,14 +223,14 @@ def follow(
     reply = out.sequences[:, prompts.shape[1] :]  # [B, n]
     values = torch.zeros(reply.shape, device=reply.device)
     if log_probs:
-        told = [
+        columns = [
             scores.float().log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
             for scores, token in zip(out.scores, reply.unbind(-1), strict=True)
         ]
-        values = torch.stack(told, -1)
+        values = torch.stack(columns, -1)
     played = until_end(reply, ends)
     complete = torch.isin(reply, reply.new_tensor(sorted(ends))).any(-1)
-    if not log_probs:  # rows that something else than a token has ended are filled up
+    if not log_probs:  # rows ended without an EOS token are padded
         filled = (reply == pad_token_id).flip(-1).cumprod(-1).flip(-1).bool()
         played &= ~filled | complete[:, None]
     ids, values = reply.masked_fill(~played, 0), values.masked_fill(~played, 0)
@@ -238,13 +238,13 @@ def follow(
 
 
 def config_temperature(config: Any) -> float:
-    """Return the temperature that a config samples at; greedy and no config count as 1."""
-    asked = getattr(config, "temperature", None)
-    return 1.0 if asked is None or not config.do_sample else float(asked)
+    """Return the sampling temperature of a config; 1 for greedy or no config."""
+    temperature = getattr(config, "temperature", None)
+    return 1.0 if temperature is None or not config.do_sample else float(temperature)
 
 
 def until_end(reply: Tensor, ends: Collection[int]) -> Tensor:
-    """Return which tokens of replies [B, n] count: all up to the first of `ends`, itself included.
+    """Return the mask of reply tokens [B, n] up to and including the first of `ends`.
 
     >>> until_end(torch.tensor([[7, 2, 2], [2, 7, 7]]), {2}).int().tolist()
     [[1, 1, 0], [1, 0, 0]]

@@ -1,7 +1,7 @@
-"""What a wrapper reads from a td: ids if there are any, else the rendered history or the text.
+"""Read a wrapper's input from a td: ids if present, else the rendered history or the text.
 
-Ids win, whatever the history or text beside them says: what was sampled is what is scored.
-Everything comes out dense: ids [B, T] with bool masks [B, T]; ragged rows are padded here, once.
+Ids have priority over a history or text, so that exactly the sampled ids are scored. The results
+are dense: ids [B, T] with bool masks [B, T]; ragged rows are padded here, once.
 """
 
 from dataclasses import dataclass, replace
@@ -21,30 +21,30 @@ Records = list[list[dict[str, Any]]]  # the messages of B chats, with their flag
 
 @dataclass(frozen=True)
 class Sequences:
-    """Prompts or whole sequences: ids [B, T] and bool masks [B, T], None where unknown."""
+    """Prompts or full sequences: ids [B, T] and bool masks [B, T], None where unknown."""
 
     tokens: Tensor
     attention: Tensor
-    dense: bool = False  # they lie as they were given
+    dense: bool = False  # the layout is that of the input
     assistant: Tensor | None = None
-    response: Tensor | None = None  # what was sampled
-    after: Tensor | None = None  # all that follows the prompt
+    response: Tensor | None = None  # sampled tokens
+    after: Tensor | None = None  # all tokens after the prompt
 
     def repeated(self, times: int) -> "Sequences":
-        """Return each row so many times in a row."""
+        """Repeat each row `times` times in a row."""
         fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **{k: v.repeat_interleave(times, 0) for k, v in fields.items()})
 
     def parts(self) -> dict[str, Tensor]:
-        """Return where prompt, response and assistant are, as far as it is known, [B, T] each.
+        """Return the known masks of prompt, response and assistant, [B, T] each.
 
-        The response starts where sampling, else what follows the prompt, else the assistant does.
+        The response starts with the sampled tokens, else after the prompt, else at the assistant's.
         """
         parts = {} if self.assistant is None else {"assistant": self.assistant & self.attention}
         starts = (self.response, self.after, self.assistant)
-        found = next((mask for mask in starts if mask is not None), None)
-        if found is not None:
-            begun = ((found & self.attention).cumsum(-1) > 0) & self.attention
+        start = next((mask for mask in starts if mask is not None), None)
+        if start is not None:
+            begun = ((start & self.attention).cumsum(-1) > 0) & self.attention
             after = begun if self.after is None else self.after
             parts |= {"prompt": self.attention & ~after, "response": begun}
         return parts
@@ -52,9 +52,9 @@ class Sequences:
 
 @dataclass(frozen=True)
 class InputReader:
-    """Read ids, histories and texts by the keys and with the tokenizer of a wrapper.
+    """Read ids, histories and texts with the keys and tokenizer of a wrapper.
 
-    `key` is where what its `input_mode` names stands.
+    `key` is the key of the wrapper's `input_mode`.
     """
 
     policy: Any  # an LLMWrapperBase
@@ -70,7 +70,7 @@ class InputReader:
         return [records_of(chat) for chat in value.unbind(0)]
 
     def prompts(self, td: TensorDictBase, records: Records | None) -> Sequences:
-        """Return the prompts, padded left; `records` are those of td."""
+        """Return the prompts, padded left; `records` are td's messages."""
         key = self.ids_key("prompt")
         ids = rows(td, key)
         if ids is None:
@@ -87,17 +87,17 @@ class InputReader:
         return masks
 
     def sequences(self, td: TensorDictBase, side: str = "left") -> Sequences:
-        """Return what stands at `full`: as it lies if dense, else padded on `side`."""
+        """Return the sequences at `full`: unchanged if dense, else padded on `side`."""
         key = self.ids_key("full")
-        given = rows(td, key)
-        if given is None:
+        ids = rows(td, key)
+        if ids is None:
             seq = self._fresh(td, "full", self.records(td), side)
         elif _ragged(td, key):
-            seq = self._stacked(td, given, side)
+            seq = self._stacked(td, ids, side)
         else:
             tokens = td.get(key).to(self.policy.device)
             seq = Sequences(tokens, self._attention(td, tokens), dense=True)
-        strict, tokens = given is not None, seq.tokens
+        strict, tokens = ids is not None, seq.tokens
         if seq.assistant is None:
             key = self.policy.key_of("masks", "all_assistant_mask")
             seq = replace(seq, assistant=self._mask_of(td, tokens, key, side, strict=strict))
@@ -109,9 +109,9 @@ class InputReader:
         return replace(seq, after=self.after_prompt(td, seq, self.prompt_key))
 
     def _with_assistant(self, seq: Sequences, fresh: Sequences) -> Sequences:
-        """Return ids with the assistant mask of the history beside them, if they are its very ids.
+        """Add the assistant mask of the td's history if it renders to exactly these ids.
 
-        Padding without an attention mask is recognised too.
+        Padding is recognised without an attention mask too.
         """
         sizes, masks = fresh.attention.sum(-1), [seq.attention]
         if seq.attention.all() and fresh.tokens.shape == seq.tokens.shape:
@@ -133,18 +133,18 @@ class InputReader:
         return pad([row.bool() for row in mask], False, side=side).to(self.policy.device)
 
     def ids_key(self, field: str) -> NestedKey:
-        """Return where ids to read stand; nowhere, if histories and texts are preferred to ids."""
+        """Return the key of the ids to read; () if histories and texts have priority over ids."""
         if self.policy.input_mode == "tokens":
             return self.key
         return self.policy.key_of("tokens", field) if self.policy.prefer_tokens else ()
 
     @property
     def prompt_key(self) -> NestedKey:
-        """Return where the prompt's ids stand; nowhere, if what is read is rendered anew."""
+        """Return the key of the prompt's ids; () if the input is rendered."""
         return self.policy.key_of("tokens", "prompt") if self.ids_key("full") else ()
 
     def after_prompt(self, td: TensorDictBase, seq: Sequences, key: NestedKey) -> Tensor | None:
-        """Return which attended tokens [B, T] follow the prompt ids at `key`; None without them.
+        """Return the mask [B, T] of attended tokens after the prompt ids at `key`, or None.
 
         A padded prompt must fill the first columns of padded sequences.
         """
@@ -152,12 +152,12 @@ class InputReader:
         if prompt is None:
             return None
         if seq.dense and not _ragged(td, key):
-            given = torch.stack(prompt).to(self.policy.device)  # [B, P]
-            size = given.shape[-1]
-            if ((seq.tokens[:, :size] != given) & seq.attention[:, :size]).any():
+            dense = torch.stack(prompt).to(self.policy.device)  # [B, P]
+            size = dense.shape[-1]
+            if ((seq.tokens[:, :size] != dense) & seq.attention[:, :size]).any():
                 where = f"in the first {size} columns"
                 raise ValueError(f"expected the padded prompts at {key} {where}, found other ids")
-            return seq.attention & (torch.arange(seq.tokens.shape[-1], device=given.device) >= size)
+            return seq.attention & (torch.arange(seq.tokens.shape[-1], device=dense.device) >= size)
         prompt = attended(prompt, self._prompt_masks(td, prompt), ragged=True)
         pairs = zip(prompt, unpad(seq.tokens, seq.attention), strict=True)
         if not all(torch.equal(row.to(ids), ids[: len(row)]) for row, ids in pairs):
@@ -170,7 +170,7 @@ class InputReader:
     def _fresh(
         self, td: TensorDictBase, field: str, records: Records | None, side: str
     ) -> Sequences:
-        """Return the ids of histories or texts, and the assistant mask where it is known."""
+        """Return the ids of histories or texts, and the assistant mask if known."""
         mode = self.policy.input_mode
         if td.get(self.key, None) is None:
             raise ValueError(
@@ -184,7 +184,7 @@ class InputReader:
         return self._padded([torch.tensor(row, dtype=torch.int64) for row in ids], side)
 
     def texts(self, td: TensorDictBase) -> list[str]:
-        """Return the texts that stand at the key."""
+        """Return the texts at the key."""
         value = td.get(self.key)
         return value if isinstance(value, list) else value.tolist()
 
@@ -202,14 +202,14 @@ class InputReader:
         return replace(self._padded(ids, side), assistant=marks)
 
     def _stacked(self, td: TensorDictBase, ids: list[Tensor], side: str) -> Sequences:
-        """Return rows of a lazy stack or a nested tensor, which may hold padding of their own."""
+        """Return rows of a lazy stack or a nested tensor, which may contain padding."""
         key, sizes = self.policy.key_of("masks", "all_attention_mask"), [len(row) for row in ids]
         for place in (key, self.policy.attention_mask_key):
             masks = rows(td, place)
             if masks and [len(mask) for mask in masks] == sizes:
                 tokens, keep = self._padded(ids, side).tokens, self.mask_at(td, place, side)
                 return Sequences(tokens, keep)
-            if masks and place == key:  # the other may be of prompts
+            if masks and place == key:  # the other key may hold masks of prompts
                 got = [len(mask) for mask in masks]
                 raise ValueError(f"expected {key} with an entry for each id, {sizes}, got {got}")
         return self._padded(ids, side)
@@ -223,7 +223,7 @@ class InputReader:
     def _mask_of(
         self, td: TensorDictBase, tokens: Tensor, key: NestedKey, side: str, *, strict: bool
     ) -> Tensor | None:
-        """Return the mask at a key; None without, or unless `strict` if its shape is another."""
+        """Return the mask at a key, or None; a wrong shape is None too, an error if `strict`."""
         mask = self.mask_at(td, key, side)
         if mask is None or mask.shape == tokens.shape:
             return mask
@@ -233,7 +233,7 @@ class InputReader:
         return None
 
     def _attention(self, td: TensorDictBase, tokens: Tensor) -> Tensor:
-        """Return the attention mask of dense tokens [B, T]; without one, all count."""
+        """Return the attention mask of dense tokens [B, T], all True by default."""
         key = self.policy.key_of("masks", "all_attention_mask")
         for place in (key, self.policy.attention_mask_key):
             mask = self._mask_of(td, tokens, place, "left", strict=True)
@@ -248,5 +248,5 @@ def flat(td: TensorDictBase) -> TensorDictBase:
 
 
 def _ragged(td: TensorDictBase, key: NestedKey) -> bool:
-    """Return whether the rows at a key have lengths of their own."""
+    """Return whether the rows at a key have different lengths."""
     return is_ragged(td if isinstance(key, str) else td.get(key[:-1]))

@@ -1,7 +1,7 @@
-"""How a wrapper writes into the containers: dense, as everything is computed, or ragged if asked.
+"""Write a wrapper's outputs into containers, dense or ragged.
 
-Fields named prompt are padded left, response and assistant right, everything else (full and the
-masks) around the column where the prompt ends. Padding of ids is the pad token, of the rest 0.
+The field prompt is padded left, response and assistant right, all others (full and the masks)
+around the column where the prompt ends. Ids are padded with the pad token, the rest with 0.
 """
 
 from dataclasses import dataclass, field
@@ -18,10 +18,10 @@ from policies.wrappers.inputs import Sequences
 
 
 @dataclass(frozen=True)
-class Form:
-    """The form of one call's outputs: dense if `padded`, else ragged rows without padding.
+class OutputFormat:
+    """The format of one call's outputs: dense if `padded`, else ragged rows without padding.
 
-    A field is given as its values [B, T] and the mask [B, T] of what is no padding.
+    A field consists of values [B, T] and the mask [B, T] of real entries.
     """
 
     padded: bool
@@ -30,7 +30,7 @@ class Form:
     _offsets: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def store(self, container: type, fields: dict[str, tuple[Tensor, Tensor]]) -> Any:
-        """Return `container` [B] of these fields."""
+        """Return a `container` [B] of these fields."""
         size = len(next(iter(fields.values()))[0])
         if self.padded:
             dense = {name: values for name, (values, _) in fields.items()}
@@ -43,7 +43,7 @@ class Form:
         return lazy_stack([container(**row, padded=False) for row in rows])
 
     def part(self, container: type, name: str, full: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the field that holds the entries of `full` [B, T] inside a mask."""
+        """Return the field with the entries of `full` [B, T] inside a mask."""
         if not self.padded:
             return full, mask
         fill = self.pad_token_id if container is Tokens else 0
@@ -51,7 +51,7 @@ class Form:
         return compact(full, mask, fill, side=side), compact(mask, mask, side=side)
 
     def _nested(self, rows: list[Tensor]) -> Tensor:
-        """Return rows as a nested tensor; rows of equal lengths share offsets, so they add up."""
+        """Return rows as a nested tensor; equal lengths share offsets, so that tensors add up."""
         if self.layout is not torch.jagged:
             return torch.nested.as_nested_tensor(rows, layout=self.layout)
         sizes = tuple(len(row) for row in rows)
@@ -60,12 +60,12 @@ class Form:
             self._offsets[sizes] = ends.cumsum(0)
         return torch.nested.nested_tensor_from_jagged(torch.cat(rows), self._offsets[sizes])
 
-    def generated(self, prompts: Sequences, drawn: Sampled) -> dict[type, Any]:
-        """Return Tokens, Masks and LogProbs of prompts and replies; those of prompts read 0."""
-        real, reply = prompts.attention, drawn.mask
+    def generated(self, prompts: Sequences, sampled: Sampled) -> dict[type, Any]:
+        """Return Tokens, Masks and LogProbs of prompts and replies; prompts have log-probs 0."""
+        real, reply = prompts.attention, sampled.mask
         known = torch.zeros_like(real) if prompts.assistant is None else prompts.assistant
         zeros = torch.zeros(real.shape, device=real.device)
-        ids = drawn.ids.masked_fill(~reply, self.pad_token_id)
+        ids = sampled.ids.masked_fill(~reply, self.pad_token_id)
         attention = torch.cat([real, reply], -1)  # [B, T]
         masks = {
             "all_attention_mask": attention,
@@ -73,7 +73,7 @@ class Form:
             "all_response_mask": torch.cat([torch.zeros_like(real), reply], -1),
         }
         done = {Masks: self.store(Masks, {name: (m, attention) for name, m in masks.items()})}
-        pairs = {Tokens: (prompts.tokens, ids), LogProbs: (zeros, drawn.log_probs)}
+        pairs = {Tokens: (prompts.tokens, ids), LogProbs: (zeros, sampled.log_probs)}
         for kind, (prompt, response) in pairs.items():
             full = torch.cat([prompt, response], -1), attention
             parts = {"prompt": (prompt, real), "response": (response, reply), "full": full}
@@ -81,9 +81,9 @@ class Form:
         return done
 
     def scored(self, seq: Sequences, log_probs: Tensor) -> dict[type, Any]:
-        """Return Masks, Tokens and LogProbs of whole sequences, as far as each is known."""
+        """Return Masks, Tokens and LogProbs of full sequences, without unknown fields."""
         parts, real = seq.parts(), seq.attention
-        if self.padded:  # a padded prompt fills the first columns of `full`; it need not here
+        if self.padded:  # it must fill the first columns of `full`, which is not sure here
             parts.pop("prompt", None)
         masks = {
             "all_attention_mask": real,
@@ -98,19 +98,19 @@ class Form:
         return done
 
 
-def put(out: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
-    """Write outputs into a td; other entries of its containers stay."""
+def update_in_place(out: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
+    """Write outputs into a td and keep other entries of its containers."""
     for key, value in out.items():
         old = target.get(key, None)
         if old is None or isinstance(old, Tensor) or isinstance(value, Tensor):
             continue
         alike = is_ragged(value) == is_ragged(old) and type(inner(value)) is type(inner(old))
-        if not alike:  # these do not share a container
+        if not alike:  # different kinds cannot share a container
             target.set(key, value)
     return target.update(out)
 
 
-def home(td: TensorDictBase) -> torch.device:
+def input_device(td: TensorDictBase) -> torch.device:
     """Return the device of a td: its own, else that of its first tensor, else the CPU."""
     return _device_of(td) or torch.device("cpu")
 
@@ -119,6 +119,6 @@ def _device_of(value: Any) -> torch.device | None:
     td = inner(value)
     if not isinstance(td, TensorDictBase) or td.device is not None:
         return getattr(td, "device", None)
-    # The rows of a lazy stack, for ragged ones have no values of their own.
+    # A lazy stack of ragged rows has no values, its rows have.
     parts = td.tensordicts if isinstance(td, LazyStackedTensorDict) else td.values()
     return next((d for d in map(_device_of, parts) if d is not None), None)

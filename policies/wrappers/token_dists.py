@@ -1,4 +1,4 @@
-"""The distribution of each token of given sequences, as losses ask a scoring wrapper for it.
+"""The distribution of each token of a td's sequences, for losses that score with a wrapper.
 
 Entry t of the logits [B, T, V] predicts token t.
 """
@@ -33,11 +33,11 @@ class RaggedCategorical(Categorical):
         self.nested_logits = logits
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log-probs of the tokens, nested as they are."""
+        """Return the log-probs of the tokens, nested like them."""
         return self._nest(super().log_prob(torch.cat(value.unbind())))
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw a token each; more at a time would not nest."""
+        """Sample one token each; a sample shape is not supported."""
         assert not sample_shape
         return self._nest(super().sample())
 
@@ -50,9 +50,9 @@ class RaggedCategorical(Categorical):
 
 
 class TokenDists:
-    """The distributions over the sequences of a td as a scoring wrapper, `policy`, reads it.
+    """The distributions over the sequences of a td, read by the scoring wrapper `policy`.
 
-    The td may have any number of batch dimensions. Further arguments of a delegate have no effect.
+    The td may have any number of batch dimensions. Further arguments have no effect.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TokenDists:
         self.logits = values / torch.as_tensor(scale, device=values.device).reshape(-1, 1, 1)
 
     def mask_at(self, key: NestedKey) -> Tensor:
-        """Return a mask [B, T] by the name of its field in the masks or by its key in td."""
+        """Return a mask [B, T] by its field name in the masks or by its key in td."""
         known = {"all_attention_mask": self.seq.attention, "all_assistant_mask": self.seq.assistant}
         place = self.reader.policy.key_of("masks", key) if key in known else key
         places = {self.reader.policy.key_of("masks", name): mask for name, mask in known.items()}
@@ -89,11 +89,11 @@ class TokenDists:
         return mask
 
     def after_prompt(self, key: NestedKey | None) -> Tensor | None:
-        """Return what follows the prompt ids at `key`, [B, T]; None where there are none."""
+        """Return the mask [B, T] of tokens after the prompt ids at `key`; None without prompts."""
         return self.reader.after_prompt(flat(self.td), self.seq, key or self.reader.prompt_key)
 
     def masked(self, mask: Tensor, filler: float | None = None) -> LLMMaskedCategorical:
-        """Return the distribution under a mask of one entry a token; `filler` is for padding."""
+        """Return the distribution under a mask, one entry per token; `filler` fills padding."""
         logits = self.logits
         if filler:
             logits = logits.masked_fill(~self.seq.attention.unsqueeze(-1), filler)
@@ -118,7 +118,7 @@ class TokenDists:
         return Categorical(logits=self._shown(logits))
 
     def keep_ids(self, key: NestedKey) -> None:
-        """Write the ids to td, unless they were read from there."""
+        """Write the ids to td unless they were read from it."""
         if self.reader.ids_key("full") != key or rows(flat(self.td), key) is None:
             self.td.set(key, self.seq.tokens.reshape(*self.td.batch_size, -1))
 

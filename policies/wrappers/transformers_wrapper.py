@@ -1,4 +1,4 @@
-"""The policy on a Hugging Face causal language model: its sampler and its scorer."""
+"""The policy on a Hugging Face causal language model, with leash's sampler and scorer."""
 
 from typing import Any
 
@@ -20,9 +20,9 @@ class TransformersWrapper(LLMWrapperBase):
     >>> from policies import ChatHistory, History
     >>> policy = TransformersWrapper("tiny", generate_kwargs={"max_new_tokens": 3}, pad_output=True)
     >>> chat = ChatHistory(prompt=History.from_chats([[{"role": "user", "content": "Sort 3 1"}]]))
-    >>> said = policy(TensorDict(history=chat, batch_size=[1]))
-    >>> scored = policy.get_new_version(generate=False, inplace=False)(said)
-    >>> gap = scored["log_probs"].response - said["log_probs"].response
+    >>> reply = policy(TensorDict(history=chat, batch_size=[1]))
+    >>> scored = policy.get_new_version(generate=False, inplace=False)(reply)
+    >>> gap = scored["log_probs"].response - reply["log_probs"].response
     >>> bool(gap.abs().max() < 1e-4)
     True
     """
@@ -40,7 +40,7 @@ class TransformersWrapper(LLMWrapperBase):
 
     @property
     def device(self) -> torch.device:
-        """Return where forwards are: where the weights are, unless they are spread over ranks."""
+        """Return the device of forwards: that of the weights unless they are sharded."""
         return self.scorer.placement.device or super().device
 
     @torch.no_grad()
@@ -48,8 +48,8 @@ class TransformersWrapper(LLMWrapperBase):
         training = self.model.training
         self.model.eval()
         with self.scorer.precision():
-            if self.limits.foreign:
-                drawn = follow(
+            if self.limits.hf_only:
+                sampled = follow(
                     self.model,
                     prompts,
                     attention,
@@ -61,7 +61,7 @@ class TransformersWrapper(LLMWrapperBase):
                     **self.limits.objects,
                 )
             else:
-                drawn = sample(
+                sampled = sample(
                     self.model,
                     prompts,
                     attention,
@@ -72,7 +72,7 @@ class TransformersWrapper(LLMWrapperBase):
                     filters=self.limits.filters,
                 )
         self.model.train(training)
-        return drawn
+        return sampled
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
         return self.scorer.logits(tokens, attention, **self._packing())

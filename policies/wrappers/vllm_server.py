@@ -1,10 +1,10 @@
-"""vLLM as a server of its own, `vllm serve` on this or another node: token in, token out, by HTTP.
+"""vLLM as a separate server, `vllm serve` on this or another node: token in, token out, by HTTP.
 
-Weights go by a folder that both sides see, which the server reloads: vLLM's /collective_rpc of
-reload_weights, between /pause and /resume; by NCCL where both have GPUs and the server was started
-for that (`Transfer`). Of a LoRA the adapter alone, where the server was started with
---enable-lora. What is asked of it beside OpenAI's protocol needs VLLM_SERVER_DEV_MODE=1 and
---enable-scale-out. No vllm is needed on this side, but for NCCL.
+Weights go through a folder that both sides see and the server reloads (vLLM's /collective_rpc of
+reload_weights, between /pause and /resume), or by NCCL if both have GPUs and the server was started
+for it (`Transfer`). With --enable-lora, the adapter of a LoRA is sent alone. Requests beyond
+OpenAI's protocol need VLLM_SERVER_DEV_MODE=1 and --enable-scale-out. This side needs vllm for NCCL
+only.
 Left out on purpose: a temperature of scores.
 """
 
@@ -26,31 +26,31 @@ from torch import Tensor, nn
 from policies.lora import base_weights, write_adapter
 from policies.wrappers.vllm_engine import Reply, VLLMEngine
 
-VERSIONS = ("0.32.", "0.33.")  # as in pyproject.toml; what is asked here has no promise of vLLM
-AT_ONCE = 256  # requests on their way; the server has a queue of its own
-KNOCKS, PATIENCE = 20, 600  # seconds for a connection; for an answer or a hand-over by NCCL
+VERSIONS = ("0.32.", "0.33.")  # as in pyproject.toml; vLLM does not promise these calls
+AT_ONCE = 256  # concurrent requests; the server has its own queue
+KNOCKS, PATIENCE = 20, 600  # seconds for a connection; for an answer or a transfer by NCCL
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --port {port} --dtype {dtype} --enable-scale-out "
     "--logprobs-mode processed_logprobs"
 )
-# What a server needs beside that to take the adapter of a LoRA alone; else it gets it merged.
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that it has kernels for
+# Further words that let a server load the adapter alone; else leash sends merged weights.
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM has kernels for
 ADAPTERS = ("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "--enable-lora --max-lora-rank {rank}")
 NCCL_OPTION = "--weight-transfer-config"
 
 
 class Server:
-    """A vLLM server at `url`, for several threads; its answers as they are."""
+    """Thread-safe client of the vLLM server at `url`; returns its answers unchanged."""
 
     def __init__(self, url: str) -> None:
-        # A connection a request: one that is kept may be closed by the server at any time.
+        # One connection per request: the server may close a kept-alive one at any time.
         limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=0)
         patience = httpx.Timeout(PATIENCE, connect=KNOCKS)
         self.client = httpx.Client(base_url=url, timeout=patience, limits=limits, trust_env=False)
         self.url = url
 
     def __call__(self, path: str, body: Any = None, *, method: str = "POST") -> Any:
-        """Return what the server answers; RuntimeError with its words, or that it is gone."""
+        """Return the server's answer; RuntimeError with its message, or ConnectionError."""
         try:
             answer = self.client.request(method, path, json=body)
         except httpx.TransportError as error:
@@ -64,8 +64,8 @@ class Server:
 class VLLMServer(VLLMEngine):
     """Sample and score by a server with the model in `folder`; both sides see `share`."""
 
-    shared = True  # by all ranks, which meet at each hand-over
-    transfer: Any = None  # what sends weights by NCCL, where the server was started for that
+    shared = True  # by all ranks, which synchronise at each transfer
+    transfer: Any = None  # sends weights by NCCL if the server was started for it
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class VLLMServer(VLLMEngine):
         )
         if self.mode != "processed_logprobs":
             self._refuse(f"one with --logprobs-mode processed_logprobs, got {self.mode}")
-        if (found := str(self.dtype).removeprefix("torch.")) != dtype:
-            self._refuse(f"--dtype {dtype}, got {found} (policy.vllm.dtype={found} is to want it)")
+        if (actual := str(self.dtype).removeprefix("torch.")) != dtype:
+            self._refuse(f"--dtype {dtype}, got {actual} (or set policy.vllm.dtype={actual})")
         if adapter is not None and takes:
             if takes["max_lora_rank"] < adapter.r:
                 self._refuse(f"--max-lora-rank {adapter.r} at least, got {takes['max_lora_rank']}")
@@ -108,11 +108,11 @@ class VLLMServer(VLLMEngine):
         if backend == "nccl" and both == {"cuda"} and find_spec("vllm"):
             self.transfer = Transfer(self._ask, host=host, port=port)
             self.about += ", weights by NCCL"
-        self._ask("/resume")  # a run that was killed in a hand-over left it waiting
+        self._ask("/resume")  # a run killed during a transfer leaves the server paused
         self.pool = ThreadPoolExecutor(AT_ONCE)
 
     def _facts(self) -> tuple[str, dict[str, Any]]:
-        """Return the server's version and what it was started with."""
+        """Return the server's version and settings."""
         try:
             version = str((self.server("/version", method="GET") or {}).get("version"))
             if not version.startswith(VERSIONS):
@@ -128,7 +128,7 @@ class VLLMServer(VLLMEngine):
         )
 
     def _ask(self, path: str, body: Any = None, **how: str) -> Any:
-        """Return what the server answers while a run goes on."""
+        """Return the server's answer during a run; RuntimeError with a remedy if it fails."""
         try:
             return self.server(path, body, **how)
         except (ConnectionError, RuntimeError) as error:
@@ -138,65 +138,65 @@ class VLLMServer(VLLMEngine):
             ) from error
 
     def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Let the server load new weights; of several ranks the first hands over for all."""
+        """Send new weights to the server; with several ranks, rank 0 sends them."""
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        lora = [None if self.adapter is None else f"policy-{uuid4().hex}"]  # a new name, see there
+        lora = [None if self.adapter is None else f"policy-{uuid4().hex}"]  # see _take_adapter
         if ranks:
-            torch.distributed.barrier()  # all have scored by the old ones
+            torch.distributed.barrier()  # all ranks have scored with the old weights
         if not ranks or torch.distributed.get_rank() == 0:
             shutil.rmtree(self.share, ignore_errors=True)
             self.share.mkdir(parents=True)
             try:
-                self._hand_over(dict(named), self.share.absolute(), lora[0])
+                self._send_weights(dict(named), self.share.absolute(), lora[0])
             finally:
                 shutil.rmtree(self.share, ignore_errors=True)
         if ranks:
             torch.distributed.broadcast_object_list(lora)
         self.lora = lora[0]
 
-    def _hand_over(self, weights: dict[str, Tensor], share: Path, lora: str | None) -> None:
+    def _send_weights(self, weights: dict[str, Tensor], share: Path, lora: str | None) -> None:
         if lora is None:
             by_folder = partial(self._reload_from, share, weights)
             by_nccl = self.transfer and partial(self.transfer.send, weights)
             return self._while_it_waits(by_nccl or by_folder)
-        if self.lora is None:  # the server may have served another run: once, what is under it
-            self._hand_over(self.under(), share, None)
+        if self.lora is None:  # the server may hold another run's base weights: send them once
+            self._send_weights(self.under(), share, None)
         write_adapter({k: t.contiguous() for k, t in weights.items()}, self.adapter, share)
         self._ask("/v1/load_lora_adapter", {"lora_name": lora, "lora_path": str(share)})
         if self.lora is not None:
             self._ask("/v1/unload_lora_adapter", {"lora_name": self.lora})
 
     def _reload_from(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        # A tied head too: without its name vLLM goes on with the old one.
+        # Include a tied head: without its name vLLM keeps the old one.
         copies = {name: t.detach().cpu().clone().contiguous() for name, t in weights.items()}
         save_file(copies, folder / "model.safetensors")
         where = {"weights_path": str(folder)}
         self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": where})
 
     def _while_it_waits(self, work: Callable[[], None]) -> None:
-        """Do something to the server's weights while it answers nobody."""
+        """Change the server's weights while it is paused."""
         self._ask("/pause?mode=wait")
         work()
         self._ask("/reset_prefix_cache")
         self._ask("/resume")
 
-    def _asked(self, **fields: Any) -> Any:
+    def _params(self, **fields: Any) -> Any:
         return fields
 
     def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[Reply]:
         return list(self.pool.map(self._one, zip(rows, params, strict=True)))
 
-    def _one(self, asked: tuple[Tensor, dict[str, Any]]) -> Reply:
-        row, params = asked
+    def _one(self, request: tuple[Tensor, dict[str, Any]]) -> Reply:
+        row, params = request
         body = {"token_ids": row.tolist(), "sampling_params": params}
         body |= {"model": self.lora} if self.lora else {}
         done = self._ask("/inference/v1/generate", body)
         (choice,) = done["choices"]
-        told = (choice.get("logprobs") or {}).get("content") or ()
+        log_probs = (choice.get("logprobs") or {}).get("content") or ()
         prompt = (done.get("prompt_logprobs") or ())[1:]
         scores = [next(iter(entry.values()))["logprob"] for entry in prompt]
         ended = choice["finish_reason"] == "stop"
-        return Reply(choice["token_ids"], [one["logprob"] for one in told], ended, scores)
+        return Reply(choice["token_ids"], [one["logprob"] for one in log_probs], ended, scores)
 
     def _tempered(self, temperature: float) -> Any:
         if temperature != 1:
@@ -205,10 +205,10 @@ class VLLMServer(VLLMEngine):
 
 
 class Transfer:
-    """Send weights to the server that `ask` reaches, from a process on a GPU: vLLM's trainer side.
+    """Send weights by NCCL from a GPU to the server behind `ask`: vLLM's trainer side.
 
-    The server was started with --weight-transfer-config '{"backend": "nccl"}'. Never run on a GPU;
-    the probe in trainer/weight_sync.py checks what arrives.
+    The server needs --weight-transfer-config '{"backend": "nccl"}'. Never tested on a GPU; the
+    probe in trainer/weight_sync.py checks the weights that arrive.
     """
 
     def __init__(self, ask: Callable[..., Any], *, host: str, port: int) -> None:
@@ -218,9 +218,9 @@ class Transfer:
         self.engine: Any = None
 
     def send(self, named: Mapping[str, Tensor]) -> None:
-        """Replace the weights of the server; RuntimeError if that fails or does not end."""
+        """Replace the weights of the server; RuntimeError on failure or time-out."""
         self.named = named
-        on_gpu = self.device.type == "cuda"  # a thread has a GPU of its own choice
+        on_gpu = self.device.type == "cuda"  # a new thread starts on GPU 0
         start = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
         work = ThreadPoolExecutor(1, initializer=start)
         try:
@@ -242,7 +242,7 @@ class Transfer:
         self.engine.send_weights()
 
     def meeting(self) -> Any:
-        """Return where the server's processes and this one, the first of them, meet."""
+        """Return the rendezvous of the server's processes and this one, rank 0."""
         from vllm.distributed.weight_transfer import nccl_engine  # pyright: ignore[reportMissingImports]
 
         with socket.create_connection(self.server, timeout=20) as way, socket.socket() as free:
@@ -257,7 +257,7 @@ class Transfer:
     # The source of the weights.
 
     def metadata(self) -> list[Any]:
-        """Return name, dtype and shape of each."""
+        """Return name, dtype and shape of each weight."""
         from vllm.distributed.weight_transfer import ParamMeta  # pyright: ignore[reportMissingImports]
 
         return [ParamMeta(name, w.dtype, tuple(w.shape)) for name, w in self.named.items()]
@@ -269,21 +269,21 @@ class Transfer:
     # The client.
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Let the server's processes come to the meeting."""
+        """Connect the server's processes to the rendezvous."""
         self.ask("/init_weight_transfer_engine", {"init_info": init_info})
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Let them leave it."""
+        """Disconnect the server's processes."""
         self.ask("/shutdown_weight_transfer_engine")
 
     def start_weight_update(self) -> None:
-        """Say that weights come."""
+        """Announce an update of the weights."""
         self.ask("/start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        """Say which; the server answers when it has them."""
+        """Send the list of weights; the server answers after it has received them."""
         self.ask("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Say that these were all."""
+        """End the update of the weights."""
         self.ask("/finish_weight_update", {"weight_version": weight_version})

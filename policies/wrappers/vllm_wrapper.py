@@ -1,4 +1,4 @@
-"""The policy on vLLM: the same arguments, keys and alignment as TransformersWrapper.
+"""The policy on vLLM, with the arguments, keys and alignment of TransformersWrapper.
 
 vLLM samples and scores (see vllm_engine.py); rendering, masks and containers are shared.
 Log-probs only: whole distributions need TransformersWrapper.
@@ -15,21 +15,21 @@ from torch import Tensor
 from policies.lora import adapter_config
 from policies.models import find_model, has_adapter, load_tokenizer
 from policies.padding import unpad
-from policies.roles import Policy
+from policies.protocols import Policy
 from policies.sampler import Sampled
 from policies.wrappers.vllm_engine import VLLMEngine, load_engine, lora_options
 from policies.wrappers.vllm_server import VLLMServer
 from policies.wrappers.wrapper import LLMWrapperBase
 
-# How far log-probs of the same weights may be apart, nats: of the probe's least likely token.
+# Largest allowed difference of log-probs for the same weights, nats: of the probe's rarest token.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 
 
 class vLLMWrapper(LLMWrapperBase):
-    """Generate with or score by vLLM; in and out is one TensorDict.
+    """Generate with or score by vLLM; input and output are one TensorDict.
 
-    `model` is a vllm.LLM, or the folder or name of a model to start one on (float32; for more say
-    `load_engine(name, dtype="bfloat16", ...)`); without a tokenizer the model's own is read.
+    `model` is a vllm.LLM, or the folder or name of a model to start one on (float32; for others
+    `load_engine(name, dtype="bfloat16", ...)`). The default tokenizer is the model's.
     A `stream` [B] seeds each row.
     """
 
@@ -40,8 +40,8 @@ class vLLMWrapper(LLMWrapperBase):
         if tokenizer is None or isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(find_model(str(tokenizer or engine.folder)))
         super().__init__(engine, tokenizer=tokenizer, **settings)
-        if self.limits.foreign:
-            raise ValueError(f"vLLM does not offer {self.limits.foreign}; drop them")
+        if self.limits.hf_only:
+            raise ValueError(f"vLLM does not offer {self.limits.hf_only}; drop them")
         filters = self.limits.narrowing()
         if "min_new_tokens" in filters:
             filters["min_tokens"] = filters.pop("min_new_tokens")
@@ -58,32 +58,32 @@ class vLLMWrapper(LLMWrapperBase):
 
     @property
     def model(self) -> VLLMEngine:
-        """Return the engine, which has the model's configs as a language model does."""
+        """Return the engine, which has the model's configs like a language model."""
         return self.scorer
 
     @property
     def device(self) -> torch.device:
-        """Return where ids go in and come out; the weights are where vLLM keeps them."""
+        """Return the device of input and output ids; vLLM chooses that of the weights."""
         return self.scorer.device
 
     @property
     def tolerance(self) -> float:
-        """Return how far its log-probs may be from those of the policy for the same weights."""
+        """Return the largest allowed difference of log-probs to the policy's, nats."""
         return self.scorer.tolerance or TOLERANCE[self.scorer.dtype]
 
     @property
     def takes_trained(self) -> bool:
-        """Return whether it loads what training moves, of LoRA the adapter alone."""
+        """Return whether it loads the trained weights only, with LoRA the adapter."""
         return self.scorer.adapter is not None
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Take new weights, named as in the model's checkpoint; see `VLLMEngine.update_weights`."""
+        """Load new weights, named as in the model's checkpoint; see `VLLMEngine.update_weights`."""
         self.scorer.update_weights(named)
 
     def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
         rows = unpad(prompts.cpu(), attention.cpu())
-        drawn = self.scorer.sample(rows, streams=streams, params=self.params)
-        parts = (drawn.ids, drawn.log_probs, drawn.lengths, drawn.complete)
+        sampled = self.scorer.sample(rows, streams=streams, params=self.params)
+        parts = (sampled.ids, sampled.log_probs, sampled.lengths, sampled.complete)
         return Sampled(*(part.to(prompts.device) for part in parts))
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
@@ -99,31 +99,31 @@ def vllm_beside(
     tolerance: float | None = None,
     **engine: Any,
 ) -> vLLMWrapper:
-    """Return a generator with a copy of a policy's weights and all its words.
+    """Return a vLLM generator with a copy of a policy's weights and its settings.
 
     It is in this process unless `url` names a vLLM server, which reads new weights from `share`.
-    dtype: of the copy, by default that in which the policy computes. tolerance: nats, see
-    `trainer.weight_sync`; by default that of the coarser of the two. `engine`: see `load_engine`.
+    dtype: of the copy, by default the policy's compute dtype. tolerance: nats, see
+    `trainer.weight_sync`; by default that of the coarser dtype. `engine`: see `load_engine`.
     """
     computes = policy.scorer.autocast or next(policy.scorer.parameters()).dtype
-    folder, dtype = policy.found.folder, dtype or str(computes).removeprefix("torch.")
+    folder, dtype = policy.files.folder, dtype or str(computes).removeprefix("torch.")
     adapter = adapter_config(policy.model) if has_adapter(policy.model) else None
     if url is None:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if policy.device.type == "cuda" and several and torch.distributed.get_world_size() > 1:
             raise ValueError("several ranks on GPUs need policy.vllm.url: vLLM takes the first GPU")
         lora = lora_options(adapter, policy.model.config.architectures) if adapter else {}
-        made = load_engine(folder, dtype=dtype, **lora, **engine)
-        made.adapter = adapter if lora else None
+        loaded = load_engine(folder, dtype=dtype, **lora, **engine)
+        loaded.adapter = adapter if lora else None
     else:
         model = policy.model
-        made = VLLMServer(url, model, folder=folder, share=share, dtype=dtype, adapter=adapter)
+        loaded = VLLMServer(url, model, folder=folder, share=share, dtype=dtype, adapter=adapter)
     if adapter is not None:
-        made.about += f", the adapter {'merged' if made.adapter is None else 'alone'}"
-    made.device = policy.device
-    made.tolerance = tolerance or max(TOLERANCE[made.dtype], TOLERANCE[computes])
+        loaded.about += f", the adapter {'merged' if loaded.adapter is None else 'alone'}"
+    loaded.device = policy.device
+    loaded.tolerance = tolerance or max(TOLERANCE[loaded.dtype], TOLERANCE[computes])
     shared = ("generate_kwargs", "chat_template_name", "chat_template", "pad_output")
     settings = {name: policy._settings[name] for name in shared}
-    beside = vLLMWrapper(made, tokenizer=copy.deepcopy(policy.tokenizer), **settings)
-    beside.copy_attributes(policy, same_weights=True)
-    return beside
+    generator = vLLMWrapper(loaded, tokenizer=copy.deepcopy(policy.tokenizer), **settings)
+    generator.copy_attributes(policy, same_weights=True)
+    return generator

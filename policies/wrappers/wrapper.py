@@ -1,10 +1,10 @@
-"""The policy as a TensorDict module: what every engine shares.
+"""The policy as a TensorDict module: the base of all engines.
 
-A wrapper either generates (prompt -> response) or scores (full -> log-probs). What it reads and
-writes is in inputs.py and outputs.py; an engine says what a model does with token ids.
-Token in, token out: whatever carries ids is generated from or scored by those ids, in any input
-mode; a history or text is tokenised only where there are none.
-Alignment everywhere: entry t of a `full` belongs to token t; unscored entries are 0.
+A wrapper either generates (prompt -> response) or scores (full -> log-probs). inputs.py reads and
+outputs.py writes; an engine computes on token ids.
+Token in, token out: in any input mode existing ids are used for generation and scores; a history or
+text is tokenised only without ids.
+Alignment: entry t of a `full` belongs to token t; unscored entries are 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,38 +30,37 @@ from policies.scorer import max_positions, score_in_parts
 from policies.wrappers.batching import BatchedCalls, BatchQueue
 from policies.wrappers.generate_kwargs import GenerateKwargs
 from policies.wrappers.inputs import InputReader, NestedKey, Records, Sequences, flat
-from policies.wrappers.outputs import Form, home, put
+from policies.wrappers.outputs import OutputFormat, input_device, update_in_place
 from policies.wrappers.token_dists import TokenDists, show_rows
 
 InputMode = Literal["history", "text", "tokens"]
 
 
 class LLMWrapperBase(TensorDictModuleBase):
-    """Generate with or score by a language model; in and out is one TensorDict.
+    """Generate with or score by a language model; input and output are one TensorDict.
 
     A subclass implements `_draw` to generate and `_logits` to score, and may replace `_log_probs`.
 
-    model, tokenizer: objects, folders or names; without a tokenizer that of the model named.
-    input_mode: what is read at `input_key`: "history", "text" or "tokens".
-    attention_mask_key: the mask of given ids, where there is no (masks_key, "all_attention_mask").
+    model, tokenizer: objects, folders or names; the default tokenizer is that of the named model.
+    input_mode: the kind of input at `input_key`: "history", "text" or "tokens".
+    attention_mask_key: the mask of input ids without (masks_key, "all_attention_mask").
     generate_kwargs: see GenerateKwargs. tokenizer_kwargs: for texts.
     pad_output: dense [B, T] outputs; otherwise lazy stacks, or nested tensors of `layout`.
-    pad_model_input=False: score sequences laid out after each other, without padding.
+    pad_model_input=False: score packed sequences, without padding.
     inplace: True writes into the input, False into a new td, "empty" into an empty copy of the
     input; None is True unless there are several samples.
-    device: where the model is (a named one is loaded there): inputs move there and outputs back.
-    num_samples: replies of a prompt, in a batch dimension of their own.
+    device: of the model (a named one is loaded there): inputs move there and outputs back.
+    num_samples: replies per prompt, in an additional batch dimension.
     chat_template_name, chat_template: a known template, or its Jinja text or file.
-    *_key: where each output stands; None leaves it out.
-    batching: rows of several threads run together, see BatchQueue; sizes alone switch it on.
-    prefer_tokens: read ids before the history or text beside them; False renders even where there
-    are ids.
-    score_mask_key: a bool mask [B, T]; only its tokens are scored, the others read 0.
-    micro_batch_tokens: the most padded tokens of one scoring forward.
+    *_key: the key of each output; None leaves it out.
+    batching: run rows of several threads together, see BatchQueue; sizes alone enable it.
+    prefer_tokens: ids have priority over the history or text; False renders even if ids exist.
+    score_mask_key: a bool mask [B, T]; only its tokens are scored, the others are 0.
+    micro_batch_tokens: the maximum of padded tokens in one scoring forward.
 
-    A `stream` [B] in the input fixes the draws of each row; otherwise torch's generator seeds them.
-    Log-probs of a reply are those of the distribution that it was drawn from (temperature, top-p,
-    ...), scores those of the whole distribution at the temperature.
+    A `stream` [B] in the input seeds each row; otherwise torch's generator does.
+    Log-probs of a reply are those of the sampling distribution (temperature, top-p, ...), scores
+    those of the full distribution at the temperature.
     """
 
     def __init__(
@@ -100,11 +99,11 @@ class LLMWrapperBase(TensorDictModuleBase):
         super().__init__()
         settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         self.return_log_probs = return_log_probs is not False and log_probs_key is not None
-        told = generate and self.return_log_probs
-        self.limits = GenerateKwargs.read(generate_kwargs or {}, log_probs=told)
+        need_log_probs = generate and self.return_log_probs
+        self.limits = GenerateKwargs.read(generate_kwargs or {}, log_probs=need_log_probs)
         _check_settings(settings, self.limits)
         self.tokenizer_kwargs = _tokenizer_options(tokenizer_kwargs or {}, input_mode)
-        self._batched: BatchedCalls | None = None  # the calls of several threads run together
+        self._batched: BatchedCalls | None = None  # runs the calls of several threads together
         if batching or (batching is None and (min_batch_size or max_batch_size)):
             least = 1 if min_batch_size is None else min_batch_size
             sizes = {"min_size": least, "max_size": max_batch_size, "timeout": batching_timeout}
@@ -125,13 +124,13 @@ class LLMWrapperBase(TensorDictModuleBase):
         self._set_keys()
 
     def _load(self, model: Any, tokenizer: Any) -> None:
-        """Keep model and tokenizer, loaded where they are named, and what follows from them."""
+        """Store model and tokenizer, loaded if they are names, and derived attributes."""
         if isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(find_model(str(tokenizer)))
         if isinstance(model, str | Path):
-            found = find_model(str(model))
-            tokenizer = load_tokenizer(found) if tokenizer is None else tokenizer
-            model = load_model(found, device=self._settings["device"])
+            files = find_model(str(model))
+            tokenizer = load_tokenizer(files) if tokenizer is None else tokenizer
+            model = load_model(files, device=self._settings["device"])
         self._settings |= {"model": model, "tokenizer": tokenizer}
         self.tokenizer = tokenizer
         self._set_model(model)
@@ -140,16 +139,16 @@ class LLMWrapperBase(TensorDictModuleBase):
             raise ValueError(f"expected the model on {wanted}, it is on {actual}; move it there")
         if tokenizer is None and self.input_mode != "tokens":
             raise ValueError(f"expected a tokenizer for input_mode={self.input_mode!r}, got none")
-        own = self.chat_template or self.chat_template_name
-        own = own or getattr(tokenizer, "chat_template", None)
+        template = self.chat_template or self.chat_template_name
+        template = template or getattr(tokenizer, "chat_template", None)
         self.renderer: Any = None
-        if self.input_mode == "history" or (own and tokenizer is not None):
+        if self.input_mode == "history" or (template and tokenizer is not None):
             self.renderer = Renderer(tokenizer, self.chat_template, self.chat_template_name)
         ends = token_ids(getattr(self.model, "generation_config", None), "eos_token_id")
         ends += token_ids(tokenizer, "eos_token_id")
         ends += self.renderer.stop_ids if self.renderer else ()
-        asked = self.limits.eos_token_id
-        self.stop_ids = frozenset(ends if asked is None else asked)
+        eos_ids = self.limits.eos_token_id
+        self.stop_ids = frozenset(ends if eos_ids is None else eos_ids)
         self.stop = Stop(self.stop_ids, self.limits.stop_finder(tokenizer))
         pads = [self.limits.pad_token_id, *token_ids(tokenizer, "pad_token_id"), *ends, 0]
         self.pad_token_id = next(i for i in pads if i is not None)
@@ -162,7 +161,7 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     @property
     def device(self) -> torch.device:
-        """Return where the weights are."""
+        """Return the device of the weights."""
         weights = self.model.parameters() if isinstance(self.model, nn.Module) else iter(())
         return next((w.device for w in weights), torch.device(self._settings["device"] or "cpu"))
 
@@ -178,14 +177,14 @@ class LLMWrapperBase(TensorDictModuleBase):
         self.out_keys = [key for key in keys if key is not None]
 
     def key_of(self, container: str, field: str | None = None) -> NestedKey:
-        """Return where a container or a field of it stands; one left out has its own name."""
+        """Return the key of a container or its field; a container without a key has its name."""
         name = getattr(self, f"{container}_key") or container
         return name if field is None else unravel_key((name, field))
 
     def get_new_version(self, **changes: Any) -> "LLMWrapperBase":
         """Return a wrapper over the same weights with some constructor arguments changed.
 
-        Another direction or mode reads its own field unless `input_key` says otherwise.
+        A change of `generate` or `input_mode` resets `input_key` unless it is an argument.
         """
         if unknown := sorted(set(changes) - set(self._settings)):
             raise ValueError(f"expected arguments among {sorted(self._settings)}, got {unknown}")
@@ -198,8 +197,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         return new
 
     def copy_attributes(self, other: Any, *, same_weights: bool) -> None:
-        """Take over what load_policy and weight syncs have set on another wrapper."""
-        names = ("source", "system_prompt", *(("found", "version") if same_weights else ()))
+        """Copy the attributes that load_policy and weight syncs set on another wrapper."""
+        names = ("source", "system_prompt", *(("files", "version") if same_weights else ()))
         for name in names:
             if hasattr(other, name):
                 setattr(self, name, getattr(other, name))
@@ -213,8 +212,8 @@ class LLMWrapperBase(TensorDictModuleBase):
     ) -> TensorDictBase:
         """Generate or score a batch of any number of dimensions.
 
-        Outputs go to `tensordict_out` if it is given, else where `inplace` says. Scores are at the
-        temperatures [B] at `temperature_key`, if there are any, else at the wrapper's own.
+        Outputs go to `tensordict_out`, else to the target of `inplace`. Scores are at the
+        temperatures [B] at `temperature_key`, else at the wrapper's temperature.
         """
         td = flat(tensordict)
         out = self._generate(td) if self.generate else self._score(td, temperature_key)
@@ -222,19 +221,19 @@ class LLMWrapperBase(TensorDictModuleBase):
             shape = (*tensordict.batch_size, *out.batch_size[1:])
             out = out.reshape(shape) if tensordict.ndim else out[0]
         if self._settings["device"] is not None:
-            out = out.to(home(tensordict)).clear_device_()
+            out = out.to(input_device(tensordict)).clear_device_()
         if tensordict_out is None and self.inplace is False:
             return out
         target = tensordict if self.inplace is True else tensordict.empty()
         target = target if tensordict_out is None else tensordict_out
         if not self.generate and self.history_key in out and self.history_key in target:
-            del out[self.history_key]  # it was read, and stays as it is
-        return put(out, target)
+            del out[self.history_key]  # the target keeps its input history
+        return update_in_place(out, target)
 
     # Generating.
 
     def _generate(self, td: TensorDictBase) -> TensorDictBase:
-        """Return replies to the prompts of td [B], in n samples of each [B, n]."""
+        """Return n replies to each prompt of td [B], [B, n]."""
         reader = self.reader(td)
         records = reader.records(td)
         prompts = reader.prompts(td, records)
@@ -247,28 +246,28 @@ class LLMWrapperBase(TensorDictModuleBase):
             streams = fold(streams[:, None], torch.arange(times)).flatten()
             prompts = prompts.repeated(times)
             records = records and [row for row in records for _ in range(times)]
-        drawn = self.calls._draw(prompts.tokens, prompts.attention, streams.cpu())
-        done = self._form().generated(prompts, drawn)
+        sampled = self.calls._draw(prompts.tokens, prompts.attention, streams.cpu())
+        done = self._output_format().generated(prompts, sampled)
         if not self.return_log_probs:
             del done[LogProbs]
         out = self._placed(done, batch_size=[size * times])
         out.set("policy_version", torch.full((size * times,), self.version))
         out.set("temperature", torch.full((size * times,), self.temperature or 1.0))
         if self.input_mode != "tokens":
-            replies = self._decode(drawn.ids, drawn.mask & ~drawn.ends(self.stop_ids))
+            replies = self._decode(sampled.ids, sampled.mask & ~sampled.ends(self.stop_ids))
             if self.text_key is not None:
-                out.set(self.text_key, self._generated_texts(prompts, drawn, replies))
+                out.set(self.text_key, self._generated_texts(prompts, sampled, replies))
             if self.history_key is not None and records is not None:
-                given = td.get(reader.key) if times == 1 else History.from_records(records)
-                done = drawn.complete.tolist()
-                out.set(self.history_key, _generated_chats(given, records, replies, done))
+                prompt_chats = td.get(reader.key) if times == 1 else History.from_records(records)
+                done = sampled.complete.tolist()
+                out.set(self.history_key, _generated_chats(prompt_chats, records, replies, done))
         return out if self.num_samples is None else out.reshape(size, times)
 
-    def _generated_texts(self, prompts: Sequences, drawn: Sampled, replies: list[str]) -> Text:
+    def _generated_texts(self, prompts: Sequences, sampled: Sampled, replies: list[str]) -> Text:
         """Return the texts of prompts, replies and both."""
         prompt = self._decode(prompts.tokens, prompts.attention)
-        whole = torch.cat([prompts.tokens, drawn.ids], -1)
-        full = self._decode(whole, torch.cat([prompts.attention, drawn.mask], -1))
+        ids = torch.cat([prompts.tokens, sampled.ids], -1)
+        full = self._decode(ids, torch.cat([prompts.attention, sampled.mask], -1))
         return Text(prompt=prompt, response=replies, full=full, batch_size=[len(replies)])
 
     def _decode(self, ids: Tensor, mask: Tensor) -> list[str]:
@@ -279,20 +278,20 @@ class LLMWrapperBase(TensorDictModuleBase):
     # Scoring.
 
     def _score(self, td: TensorDictBase, temperature_key: NestedKey | None) -> TensorDictBase:
-        """Return masks, tokens, log-probs and words of the whole sequences of td [B]."""
+        """Return masks, tokens, log-probs and texts of the full sequences of td [B]."""
         reader = self.reader(td)
         seq = reader.sequences(td)
-        done = self._form().scored(seq, self._scored(td, seq, temperature_key))
+        done = self._output_format().scored(seq, self._scored(td, seq, temperature_key))
         out = self._placed(done, batch_size=td.batch_size)
         if self.text_key is not None and self.input_mode != "tokens":
             out.set(self.text_key, self._scored_texts(td, seq, reader))
         if self.history_key is not None and reader.records(td) is not None:
-            given = ChatHistory(full=td.get(reader.key), batch_size=td.batch_size)
-            out.set(self.history_key, given)
+            chats = ChatHistory(full=td.get(reader.key), batch_size=td.batch_size)
+            out.set(self.history_key, chats)
         return out
 
     def _scored_texts(self, td: TensorDictBase, seq: Sequences, reader: InputReader) -> Text:
-        """Return the texts of whole sequences; the response is without the token that ends it."""
+        """Return the texts of full sequences; the response leaves out its end-of-turn token."""
         parts, decode = seq.parts(), self._decode
         texts = {"full": decode(seq.tokens, seq.attention)}
         if self.input_mode == "text" and td.get(reader.key, None) is not None:
@@ -320,9 +319,9 @@ class LLMWrapperBase(TensorDictModuleBase):
     def scoring_temperature(
         self, td: TensorDictBase, key: NestedKey | None = None
     ) -> Tensor | float:
-        """Return the temperature of scoring: that of td [B] at `key`, else the wrapper's own."""
-        given = None if key is None else td.get(key, None)
-        return (self.temperature or 1.0) if given is None else given.to(self.device)
+        """Return the scoring temperature: that of td [B] at `key`, else the wrapper's."""
+        temperatures = None if key is None else td.get(key, None)
+        return (self.temperature or 1.0) if temperatures is None else temperatures.to(self.device)
 
     def log_prob(self, data: TensorDictBase, **get_kwargs: Any) -> Tensor | list[Tensor]:
         """Return the log-probs of the response, padded right (or ragged if outputs are).
@@ -342,10 +341,10 @@ class LLMWrapperBase(TensorDictModuleBase):
         get_kwargs = get_kwargs or {"as_padded_tensor": self.pad_output}
         return show_rows(unpad(self._scored(td, seq), part), data.batch_size, **get_kwargs)
 
-    # What an engine does with token ids.
+    # Methods of engines, on token ids.
 
     def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
-        """Return a reply to each prompt [B, T], padded left; streams [B] fix the draws."""
+        """Return a reply to each prompt [B, T], padded left; streams [B] seed the rows."""
         raise NotImplementedError(f"{type(self).__name__} does not generate: it has no _draw")
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
@@ -379,13 +378,13 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     @property
     def calls(self) -> Any:
-        """Return what makes those calls: this, or the queue that gathers several threads."""
+        """Return the object for these calls: this one, or the queue of several threads."""
         return self if self._batched is None else self._batched
 
     # Reading and writing.
 
     def reader(self, td: TensorDictBase) -> InputReader:
-        """Return what reads a td."""
+        """Return the reader of a td."""
         key = self.in_keys[0]
         if self.input_key is not None and isinstance(
             td.get(key, None), Text | Tokens | ChatHistory
@@ -393,11 +392,12 @@ class LLMWrapperBase(TensorDictModuleBase):
             key = unravel_key((key, self._field))
         return InputReader(self, key)
 
-    def _form(self) -> Form:
-        return Form(self.pad_output, None if self.pad_output else self.layout, self.pad_token_id)
+    def _output_format(self) -> OutputFormat:
+        layout = None if self.pad_output else self.layout
+        return OutputFormat(self.pad_output, layout, self.pad_token_id)
 
     def _placed(self, done: dict[type, Any], *, batch_size: Sequence[int]) -> TensorDict:
-        """Return a td with the containers at their keys; those without one are left out."""
+        """Return a td with the containers at their keys, without those that have none."""
         keys = {Tokens: self.tokens_key, Masks: self.masks_key, LogProbs: self.log_probs_key}
         out = TensorDict(batch_size=batch_size)
         for kind, container in done.items():
@@ -405,7 +405,7 @@ class LLMWrapperBase(TensorDictModuleBase):
                 out.set(keys[kind], container)
         return out
 
-    # Distributions, as losses ask a scoring wrapper for them; a generating one refuses.
+    # Distributions for losses; a generating wrapper refuses.
 
     def get_dist(
         self,
@@ -424,7 +424,7 @@ class LLMWrapperBase(TensorDictModuleBase):
 
         Padded (the default), it is masked by the attention mask, or by that at `mask_key`: an
         LLMMaskedCategorical whose padding holds `padding_value` (0). Ragged sequences are padded on
-        `padding_side`; padded ones stay as they lie. With `as_nested_tensor` it is a Categorical
+        `padding_side`; padded ones stay unchanged. With `as_nested_tensor` it is a Categorical
         over nested logits of `layout` (strided), with as_padded_tensor=False one over rows of equal
         lengths; neither has a mask. `tensordict_out` gets the logits, at `logits_key`.
         """
@@ -448,7 +448,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         attention_mask_key: NestedKey | None = None,
         **options: Any,
     ) -> LLMMaskedCategorical:
-        """Return the distribution masked to what follows the prompt, else to the assistant mask."""
+        """Return the distribution masked to tokens after the prompt, else by the assistant mask."""
         dists = TokenDists(self, tensordict, **options)
         after = dists.after_prompt(tokens_key)
         if after is None:
@@ -480,14 +480,14 @@ class LLMWrapperBase(TensorDictModuleBase):
     def _get_dist_with_custom_mask(
         self, tensordict: TensorDictBase, mask: Tensor, **options: Any
     ) -> LLMMaskedCategorical:
-        """Return the distribution under a bool mask, one entry a token."""
+        """Return the distribution under a bool mask, one entry per token."""
         return TokenDists(self, tensordict, **options).masked(mask)
 
     _get_sft_dist = _get_dist_with_prompt_mask
     _get_rlhf_dist = _get_dist_with_assistant_mask
     _get_generic_dist = _get_dist_with_attention_mask
 
-    # The collector, for transforms that ask for the policy behind an env.
+    # The collector, for transforms that need the policy of an env.
 
     def register_collector(self, collector: Any) -> None:
         """Remember the collector by a weak reference."""
@@ -510,18 +510,18 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     @property
     def dist_params_keys(self) -> list[NestedKey]:
-        """Return what get_dist writes to `tensordict_out` by default; nothing if it generates."""
+        """Return the keys that get_dist writes to `tensordict_out`; [] if it generates."""
         return [] if self.generate else ["logits"]
 
     @property
     def dist_sample_keys(self) -> list[NestedKey]:
-        """Return the key of the tokens: of those sampled, or of those scored."""
+        """Return the key of the sampled or scored tokens."""
         field = "response" if self.generate else "full"
         return [] if self.tokens_key is None else [self.key_of("tokens", field)]
 
 
 def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:
-    """Raise ValueError for arguments of a wrapper that do not go together."""
+    """Raise ValueError for incompatible arguments of a wrapper."""
     mode, modes = settings["input_mode"], get_args(InputMode)
     if mode not in modes:
         raise ValueError(f"input_mode must be one of {modes}, got {mode!r}")
@@ -538,9 +538,9 @@ def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:
 
 
 def _tokenizer_options(kwargs: dict[str, Any], input_mode: str) -> dict[str, Any]:
-    """Return what of tokenizer_kwargs changes the ids of a text; padding is the wrapper's own."""
-    own = ("return_attention_mask", "return_tensors", "padding_side", "padding")
-    options = {k: v for k, v in kwargs.items() if k not in own}
+    """Return the tokenizer_kwargs that change the ids of a text; the wrapper pads itself."""
+    reserved = ("return_attention_mask", "return_tensors", "padding_side", "padding")
+    options = {k: v for k, v in kwargs.items() if k not in reserved}
     if options and input_mode != "text":
         raise ValueError(f"tokenizer_kwargs {sorted(options)} are for input_mode='text' only")
     return options
@@ -549,7 +549,7 @@ def _tokenizer_options(kwargs: dict[str, Any], input_mode: str) -> dict[str, Any
 def _generated_chats(
     prompts: History, records: Records, replies: list[str], complete: list[bool]
 ) -> ChatHistory:
-    """Return the histories of prompts, whose messages are `records`, of replies and of both."""
+    """Return the histories of prompts (messages `records`), of replies and of both."""
     turns = [
         [{"role": "assistant", "content": text, "is_complete": done}]
         for text, done in zip(replies, complete, strict=True)

@@ -23,7 +23,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
         return 0.0
     if not found:
         raise ValueError("expected replies with a reward, got none: the task dropped every row")
-    about = {"model": loop.policy.found.sha256, "samples": samples}
+    about = {"model": loop.policy.files.sha256, "samples": samples}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps({**about, **found}))
     return 0.0

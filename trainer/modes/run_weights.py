@@ -58,7 +58,7 @@ def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
 
     The reference must be the model that training started from, or one that is named.
     """
-    found = loop.policy.found
+    found = loop.policy.files
     if settings["resume"] is None:
         hand_over(loop.policy, loop.generator)
         return Weights(found.folder, f"the model {settings['policy']['model']}", run="")

@@ -93,4 +93,4 @@ def of_python(run: Run) -> bool:
     """Tell whether a reward is a function that Python gave, which no command line can name."""
     rewards = dig(run.config, "env", "rewards")
     nodes = rewards.values() if isinstance(rewards, dict) else ()
-    return any(dig(node, "_target_") == "envs.rewards.Given" for node in nodes)
+    return any(dig(node, "_target_") == "envs.rewards.Registered" for node in nodes)

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from policies.models import has_adapter
-from policies.sharding import held_bytes
+from policies.sharding import local_bytes
 from trainer.modes.preflight.play import Findings, Iteration, Phase
 from trainer.reports.formats import duration
 from trainer.runs.failures import LESS_MEMORY
@@ -38,7 +38,7 @@ def check_memory(
     forward = max(limit, longest) / min(max(limit, int(lengths.max())), int(lengths.sum()))
     scale = {"generate": longest / int(lengths.max()), "score": forward, "update": forward}
     weights = loop.policy.scorer.parameters()
-    gradients = {"update": sum(held_bytes(p) for p in weights if p.requires_grad)}
+    gradients = {"update": sum(local_bytes(p) for p in weights if p.requires_grad)}
     room, needs = memory_of(device), {}
     findings.section(
         "Memory of a rank",

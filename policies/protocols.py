@@ -1,6 +1,6 @@
-"""Who samples and who learns: two roles, which one wrapper may play both.
+"""Protocols of the generator, which samples, and of the policy, which learns.
 
-Protocols: an engine that samples (vLLM) is no kind of model that learns.
+One wrapper may implement both; an engine such as vLLM only samples.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from policies.models import FoundModel
+from policies.models import ModelFiles
 from policies.scorer import Scorer
 from policies.wrappers.generate_kwargs import GenerateKwargs
 
@@ -18,8 +18,8 @@ from policies.wrappers.generate_kwargs import GenerateKwargs
 class Generator(Protocol):
     """Sample replies: a call writes tokens, masks, log-probs and histories into a TensorDict.
 
-    `version` counts the weights that it has had, `get_new_version` returns the same weights with
-    other settings: those of LLMWrapperBase.
+    `version` counts weight syncs, `get_new_version` returns the same weights with other settings
+    of LLMWrapperBase.
     """
 
     version: int
@@ -45,7 +45,7 @@ class Generator(Protocol):
 class Engine(Generator, Protocol):
     """Sample with a copy of the weights, which `load_weights` replaces; `scorer` probes it.
 
-    `tolerance` is how far its log-probs may be from the policy's for the same weights, nats.
+    `tolerance`: the largest allowed difference of log-probs to the policy's, nats.
     """
 
     scorer: Any
@@ -55,14 +55,14 @@ class Engine(Generator, Protocol):
 
 
 class Policy(Generator, Protocol):
-    """Learn: the scorer around the model is what the optimiser moves; it can sample too.
+    """Learn: the optimiser moves the scorer around the model; the policy can sample too.
 
-    `found` says where its weights came from, `system_prompt` what stands before each chat; a
-    policy that was made by hand may have neither.
+    `files` are the model files it was loaded from, `system_prompt` precedes each chat; a policy
+    built by hand may have neither.
     """
 
     scorer: Scorer
-    found: FoundModel
+    files: ModelFiles
     system_prompt: str | None
 
     @property
