@@ -16,7 +16,7 @@ from runs import lines
 from small_runs import IN_ITERATION_2, Counted, Unjudged, stop, train
 
 from trainer.evaluation import Efficiency
-from trainer.limit import Bounds, best_of, least_kl, most_kl_of_best_of, optimum, read_limit
+from trainer.limit import ConfidenceBand, best_of, least_kl, most_kl_of_best_of, optimum, read_limit
 from trainer.reports.__main__ import main
 from trainer.reports.report import write_report
 from trainer.reports.sweep_page import sweep_svg, write_sweep
@@ -100,7 +100,7 @@ def test_the_best_of_k_is_the_mean_over_all_picks_and_its_kl_is_bounded():
         if m > 10 * k:
             assert exact == pytest.approx(most_kl_of_best_of(k), abs=0.01)
     rewards = np.sort(np.random.default_rng(0).normal(size=(4, 512)))
-    drawn = Bounds(rewards, draws=0).curve()
+    drawn = ConfidenceBand(rewards, draws=0).curve()
     for k in (2, 4, 16):  # no best-of-k passes the limit
         assert best_of(rewards, k) <= np.interp(most_kl_of_best_of(k), drawn.kl, drawn.value) + 1e-3
 
@@ -109,15 +109,17 @@ def test_a_curve_begins_at_the_reference_rises_and_ends_where_its_samples_do():
     draw = np.random.default_rng(0)
     normal, binary = draw.normal(size=(5, 64)), (draw.random((5, 64)) < 0.2).astype(float)
     for rewards, share in ((normal, 10), (binary, math.e)):
-        drawn = Bounds(rewards).curve()
+        drawn = ConfidenceBand(rewards).curve()
         assert (drawn.kl[0], drawn.value[0]) == (0.0, pytest.approx(rewards.mean()))
         assert (np.diff(drawn.kl) > 0).all()
         assert (np.diff(drawn.value) > 0).all()
         assert drawn.kl[-1] <= math.log(64 / share)
         assert (drawn.low <= drawn.high).all()
-    nearly = Bounds((draw.random((5, 64)) < 0.7).astype(float)).curve()  # the band would pass 1
+    nearly = ConfidenceBand(
+        (draw.random((5, 64)) < 0.7).astype(float)
+    ).curve()  # the band would pass 1
     assert nearly.high.max() <= 1
-    flat = Bounds(np.ones((3, 4))).curve()
+    flat = ConfidenceBand(np.ones((3, 4))).curve()
     assert (flat.kl.tolist(), flat.value.tolist()) == ([0.0], [1.0])
 
 
@@ -129,7 +131,7 @@ def test_the_band_covers_the_truth(odds):
     draw, inside = np.random.default_rng(3), 0
     for seed in range(30):
         samples = (draw.random((8, 64)) < p[:, None]).astype(float)
-        drawn = Bounds(samples, draws=40, seed=seed).curve()
+        drawn = ConfidenceBand(samples, draws=40, seed=seed).curve()
         low, high = (np.interp(at, drawn.kl, side) for side in (drawn.low, drawn.high))
         inside += low <= exact <= high
     assert inside >= 23
@@ -156,7 +158,9 @@ def test_what_few_samples_err_to_one_side_is_taken_off(samples, value, truth):
     """Means over 12 sets of samples; as they are, they say more than 2 % too much."""
     sets = [samples(seed) for seed in range(12)]
     plain = [found for rewards in sets if (found := least_kl(rewards, value))]
-    judged = [found for rewards in sets if (found := Bounds(rewards, draws=40).least_kl(value))]
+    judged = [
+        found for rewards in sets if (found := ConfidenceBand(rewards, draws=40).least_kl(value))
+    ]
     assert len(judged) >= 10
     assert np.mean(plain) > 1.02 * truth
     assert np.mean(judged) == pytest.approx(truth, rel=0.02)
@@ -166,7 +170,7 @@ def test_what_redraws_fall_short_of_is_not_judged():
     """Of a hundred prompts, thirty are solved once in 64: an accuracy of 1 rests on these."""
     success = np.zeros((100, 64))
     success[:, 0], success[:70] = 1, 1
-    bounds = Bounds(success)
+    bounds = ConfidenceBand(success)
     assert least_kl(success, 0.98) is not None
     assert bounds.least_kl(0.98) is None
     assert bounds.least_kl(0.8) is not None
@@ -252,7 +256,9 @@ def test_extreme_samples_give_finite_numbers_or_none(tmp_path, reward):
         for kl in (0.0, 0.5, 1e300, math.nan):
             got = limit.efficiency("eval/reward", value, kl)
             assert got is None or 0 <= got < math.inf, (value, kl, got)
-    assert all(np.isfinite(side).all() for side in vars(Bounds(limit.reward).curve()).values())
+    assert all(
+        np.isfinite(side).all() for side in vars(ConfidenceBand(limit.reward).curve()).values()
+    )
     assert "replies of the reference" in write_sweep(tmp_path).read_text()
 
 

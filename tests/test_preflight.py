@@ -17,7 +17,7 @@ from trainer.modes.preflight import costs
 from trainer.modes.preflight.costs import at_limits, memory_of
 from trainer.modes.preflight.play import Phase, restart_peak
 from trainer.modes.preflight.tokens import count_ends
-from trainer.runtime import peak
+from trainer.runtime import peak_memory
 
 SMALL = (
     *("preflight=true", "trainer.prompts_per_iteration=4", "eval.max_rows=4", "eval.num_samples=1"),
@@ -49,11 +49,11 @@ def test_rows_that_learn_nothing_and_rows_that_end_by_a_learnt_end_are_counted()
 
 def test_the_peak_is_that_of_its_own_time():
     kept, cpu = torch.ones(2**24), torch.device("cpu")  # 64 MiB
-    now, before = restart_peak(cpu), peak(cpu)
+    now, before = restart_peak(cpu), peak_memory(cpu)
     assert before >= now > kept.nbytes
     more = torch.ones(2**25)
-    assert peak(cpu) > before + 0.9 * more.nbytes
-    assert memory_of(cpu) > peak(cpu)
+    assert peak_memory(cpu) > before + 0.9 * more.nbytes
+    assert memory_of(cpu) > peak_memory(cpu)
 
 
 @pytest.mark.runs

@@ -89,9 +89,9 @@ class Second(Runtime):
 
 def test_ranks_share_out_what_divides():
     runtime = Second.__new__(Second)
-    assert runtime.mine(6) == slice(3, 6)
+    assert runtime.local_slice(6) == slice(3, 6)
     with pytest.raises(ValueError, match="2 ranks"):
-        runtime.mine(3)
+        runtime.local_slice(3)
 
 
 def test_float64_is_asked_only_of_devices_that_have_it():
