@@ -47,8 +47,8 @@ class EarlyStopping:
     `stop_at`: "eval/sampled_accuracy 0.9", as logged, without smoothing; the first value decides
     the direction. `patience`: consecutive evaluations without a new best. Either may be None.
 
-    >>> enough = EarlyStopping(stop_at="kl/ref_sequence 5")
-    >>> [enough({"kl/ref_sequence": kl}, i) for i, kl in enumerate([0.1, 4.0, 5.5], start=1)]
+    >>> rule = EarlyStopping(stop_at="kl/ref_sequence 5")
+    >>> [rule({"kl/ref_sequence": kl}, i) for i, kl in enumerate([0.1, 4.0, 5.5], start=1)]
     [None, None, 'kl/ref_sequence came to 5.5 (trainer.stop_at: 5)']
     """
 
