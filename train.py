@@ -84,10 +84,10 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
                 runtime, policy, optimizer, reference=reference, **cfg.checkpoint
             ),
             num_iterations=total,
-            replies=cfg.tracker.get("replies", "0"),
-            enough=parts.make_early_stopping(cfg.trainer),
+            num_logged_replies=cfg.tracker.get("replies", "0"),
+            early_stopping=parts.make_early_stopping(cfg.trainer),
             inputs=sha256_of_inputs(config),
-            parts=trainer.resuming.stateful(
+            parts=trainer.resuming.stateful_parts(
                 {"env.transforms": transforms, "algorithm.after_rollout": verbs},
                 cfg.observers,
                 {"source": source, "advantage": advantage, "objective": objective},

@@ -21,7 +21,7 @@ from statistics import fmean
 
 from benchmarks.measure import ROOT, markdown
 from conf.compose import compose_checked, set_up
-from trainer.limit import HELD_KL
+from trainer.limit import EVAL_KL
 from trainer.runs.run_files import load_run
 
 EXPERIMENTS = (
@@ -136,7 +136,7 @@ def table(runs: dict[str, list[list[dict]]], words: Sequence[str] = ()) -> str:
             across(first, "eval/sampled_accuracy"),
             across(last, "eval/sampled_accuracy", spread=True),
             across(last, "eval/greedy_accuracy"),
-            across(last, HELD_KL, spread=True),
+            across(last, EVAL_KL, spread=True),
             f"{seconds:.0f}",
         ]
         rows.append([f"`{name}`", *cells])

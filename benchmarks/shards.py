@@ -29,7 +29,7 @@ from policies.sharding import local_bytes
 from trainer.modes.preflight.play import restart_peak
 from trainer.objectives import SFTObjective
 from trainer.optimizer import make_optimizer
-from trainer.runtime import Runtime, peak
+from trainer.runtime import Runtime, peak_memory
 from trainer.shards import ShardedRuntime
 from trainer.update import Update
 
@@ -78,13 +78,13 @@ def measure(args: argparse.Namespace) -> None:
             gc.collect()
             restart_peak(runtime.device)
             update(batch.clone())
-        highest = peak(runtime.device) - start
+        highest = peak_memory(runtime.device) - start
         gc.collect()
         after = restart_peak(runtime.device) - start
         size = local_bytes
         with policy.scorer.placement.gather():
             pass
-        gathered = peak(runtime.device) - start
+        gathered = peak_memory(runtime.device) - start
         parts = {
             "policy": sum(map(size, policy.scorer.parameters())),
             "reference": sum(map(size, reference.scorer.parameters())),

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from benchmarks.measure import markdown
-from trainer.limit import ACCURACY, HELD_KL, Limit
+from trainer.limit import ACCURACY, EVAL_KL, Limit
 from trainer.reports.chart import CSS, Series, line_chart
 
 LIBRARIES = ("leash", "TRL")
@@ -121,7 +121,7 @@ def table(case: Case, runs: Sequence[Found], limit: Limit) -> str:
     """Return what was measured of a case, a column for each library."""
 
     def share(run: Found) -> float | None:
-        return limit.efficiency(ACCURACY, run["eval"][ACCURACY], run["eval"][HELD_KL])
+        return limit.efficiency(ACCURACY, run["eval"][ACCURACY], run["eval"][EVAL_KL])
 
     def at(field: str) -> Callable[[Found], float | None]:
         return lambda run: getattr(reached(run, case), field, None)
@@ -135,7 +135,7 @@ def table(case: Case, runs: Sequence[Found], limit: Limit) -> str:
          lambda r: r["eval"][ACCURACY], ".3f"),
         (f"held-out accuracy, greedy (before: {before['greedy']:.3f})",
          lambda r: r["eval"]["greedy"], ".3f"),
-        ("KL of these replies to the reference, nats a reply", lambda r: r["eval"][HELD_KL], ".2f"),
+        ("KL of these replies to the reference, nats a reply", lambda r: r["eval"][EVAL_KL], ".2f"),
         ("KL efficiency (1: no policy does it with less)", share, ".2f"),
         (f"k3 by its own log, last {case.window} iterations, nats a reply",
          lambda r: r["logged_kl"], ".2f"),

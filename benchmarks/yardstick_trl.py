@@ -20,7 +20,7 @@ from conf.build import make_task
 from envs.rewards.validate import compute_rewards
 from envs.tasks.task import Reply, Row, Task
 from trainer.optimizer import make_schedule
-from trainer.sources import picks
+from trainer.sources import pick_rows
 
 AGGREGATION = {"token_mean": "dapo", "sequence_mean": "grpo", "constant": "dr_grpo"}
 # What TRL has no argument for, and the one value of it that it does as well.
@@ -112,7 +112,7 @@ def order(config: Mapping[str, Any], count: int) -> list[int]:
     """Return which of `count` rows leash asks for, iteration by iteration, one after the other."""
     size = config["trainer"]["prompts_per_iteration"]
     each = (
-        picks(i, size=count, count=size, seed=config["seed"])
+        pick_rows(i, size=count, count=size, seed=config["seed"])
         for i in range(config["trainer"]["num_iterations"])
     )
     return [place for chosen in each for place in chosen]

@@ -15,7 +15,7 @@ from envs.transforms import is_leash
 from policies.models import no_model
 from policies.optional_packages import EXTRAS, package_of
 from trainer.early_stopping import read_rule
-from trainer.kl_control import faults_of
+from trainer.kl_control import find_faults
 from trainer.runs.run_files import PREFIX
 
 Config = dict[str, Any]
@@ -133,7 +133,7 @@ def _replies(cfg: Config) -> Iterator[str]:
             if policy[name] != off:
                 why = "the log-probs that are trained on are of the whole distribution"
                 yield f"expected policy.{name}={off} in training, got {policy[name]}: {why}"
-    yield from faults_of(cfg["kl"], replies=cfg["trainer"]["prompts_per_iteration"] * size)
+    yield from find_faults(cfg["kl"], replies=cfg["trainer"]["prompts_per_iteration"] * size)
     turns, limit = cfg["env"]["max_turns"], policy["max_new_tokens"]
     for path, verb in walk(algorithm["after_rollout"], "algorithm.after_rollout"):
         if turns > 1 and verb.get("max_tokens") == limit:  # of trainer.OverlongPenalty

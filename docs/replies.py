@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.limit import FILE, HELD_KL, HELD_REWARD, Limit, read_limit
+from trainer.limit import EVAL_KL, EVAL_REWARD, FILE, Limit, read_limit
 from trainer.reports.sweep_jobs import efficiency
 from trainer.runs.find import find_jobs
 from trainer.runs.run_files import Run, load_run, read_lines
@@ -38,8 +38,8 @@ def read(folder: Path, *, count: int = 3) -> list[Point]:
 
 
 def _point(run: Run, limit: Limit | None, count: int) -> Point:
-    held_out = [value for _, value in run.series(HELD_REWARD)]
-    kl = run.last(HELD_KL) or 0.0
+    held_out = [value for _, value in run.series(EVAL_REWARD)]
+    kl = run.last(EVAL_KL) or 0.0
     rows = read_lines(run.folder / "transcripts.jsonl")
     after = [row for row in rows if row["kind"] == "after"]
     return Point(

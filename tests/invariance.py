@@ -162,7 +162,7 @@ def rows_of(batch: TensorDict) -> list[list[int]]:
 def mine(batch: TensorDict, runtime: Runtime) -> TensorDict:
     """Return this rank's groups of rows."""
     rows = rows_of(batch)
-    return batch[list(chain(*rows[runtime.mine(len(rows))]))]
+    return batch[list(chain(*rows[runtime.local_slice(len(rows))]))]
 
 
 def turned(batch: TensorDict) -> TensorDict:

@@ -36,7 +36,7 @@ from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.launch import run
 from trainer.runs.redact import redact
 from trainer.runs.run_files import read_lines, read_status
-from trainer.weight_sync import hand_over
+from trainer.weight_sync import push_weights
 
 TINY = "experiment=grpo_tiny"
 
@@ -164,20 +164,20 @@ def stale_engine() -> None:
     """An engine that takes no weights is noticed."""
     policy = make_policy.__wrapped__()
     engine = beside(policy, Stale)
-    last = hand_over(policy, engine)
+    last = push_weights(policy, engine)
     move(policy)
     with pytest.raises(RuntimeError, match="stale"):
-        hand_over(policy, engine, last=last)
+        push_weights(policy, engine, last=last)
 
 
 def fresh_engine() -> None:
     """An engine that was started again is noticed."""
     policy = make_policy.__wrapped__()
     engine = beside(policy)
-    last = hand_over(policy, engine)
+    last = push_weights(policy, engine)
     move(engine)
     with pytest.raises(RuntimeError, match="lost"):
-        hand_over(policy, engine, last=last)
+        push_weights(policy, engine, last=last)
 
 
 def shards() -> None:

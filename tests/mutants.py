@@ -263,16 +263,16 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("a token's ratio in GSPO", PAPER["gspo"], f"{OBJECTIVES}:RATIOS"),
     ("own reward in the baseline", PAPER["rloo"], f"{LOSSES}:BASELINES"),
     ("dropped rows in the baseline", LEFT_ONE_OUT, f"{LOSSES}:BASELINES"),
-    ("whitened padding", PAPER["reinforce_pp"], "trainer.advantage:whitened"),
+    ("whitened padding", PAPER["reinforce_pp"], "trainer.advantage:whiten"),
     ("another Beta density", PAPER["bnpo"], "trainer.advantage:beta_density"),
     *(
         row
         for name, divergence in (("dppo", "binary_tv"), ("dppo_kl", "binary_kl"))
         for row in (
-            ("also what comes back", PAPER[name], f"{MASKS}:leaves"),
-            ("only what comes back", PAPER[name], f"{MASKS}:leaves"),
+            ("also what comes back", PAPER[name], f"{MASKS}:moves_away"),
+            ("only what comes back", PAPER[name], f"{MASKS}:moves_away"),
             ("the distance of a ratio", PAPER[name], f"{MASKS}:{divergence}"),
-            ("twice the bound", PAPER[name], f"{OBJECTIVES}:Bounds"),
+            ("twice the bound", PAPER[name], f"{OBJECTIVES}:ClipRange"),
         )
     ),
     ("KL of policy to sampler", PAPER["dppo_kl"], f"{MASKS}:binary_kl"),
@@ -299,7 +299,7 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("a tool's state forged", rooms.tool, "envs.transforms.tools:Tool.__call__"),
     ("a sandbox without limits", rooms.sandbox, "envs.sandbox:Sandbox.__init__"),
     ("a stale engine", rooms.stale_engine, "trainer.weight_sync:_check_arrived"),
-    ("an engine's lost weights", rooms.fresh_engine, "trainer.weight_sync:_check_held"),
+    ("an engine's lost weights", rooms.fresh_engine, "trainer.weight_sync:_check_unchanged"),
     ("shards restored as zeros", rooms.shards, "policies.sharding:Shards.scatter"),
     ("preflight says it only", rooms.preflight, "trainer.modes.preflight.play:Findings.problem"),
 ]

@@ -108,7 +108,7 @@ def train(
                 runtime, policy, optimizer, every=every, keep_last=0, reference=retrieve
             ),
             num_iterations=4,
-            enough=enough,
+            early_stopping=enough,
             observers=Observers([JsonlTracker(folder, resume=resume), LiveReport(folder), display]),
         )
         change(loop)

@@ -22,7 +22,7 @@ from conf.compose import compose_checked, set_up
 from policies.scorer import Scores
 from trainer.advantage import GroupAdvantage
 from trainer.demonstrations import ReferenceLogProbs
-from trainer.surrogates import RATIOS, Bounds, clipped_term, is_clipped
+from trainer.surrogates import RATIOS, ClipRange, clipped_term, is_clipped
 
 BETA = 0.3  # KL coefficient
 # How far a sampler is off, so that tokens lie on both sides of an algorithm's bounds.
@@ -281,7 +281,7 @@ def test_a_group_need_not_lie_together_and_an_advantage_has_its_bound():
 def test_a_token_that_is_clipped_with_its_sequence_has_no_gradient():
     c = Case(move=0.02)
     mask, curr = c.batch["loss_mask"], c.curr.clone().requires_grad_()
-    bounds = Bounds(3e-4, 4e-4)
+    bounds = ClipRange(3e-4, 4e-4)
     a = torch.ones_like(curr)
     r = RATIOS["sequence"](curr, c.gen, mask)
     (clipped_term(curr, c.gen, r, a, bounds) * mask).sum().backward()
@@ -294,7 +294,7 @@ def test_two_sided_clipping_by_hand():
     """Dual clip (arXiv 1912.09729 eq. 5), c = 3: it acts where the advantage is negative."""
     r = torch.tensor([2.0, 4.0, 4.0, 0.5], dtype=torch.float64)
     a = torch.tensor([-1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
-    curr, gen, bounds = r.log().requires_grad_(), torch.zeros_like(r), Bounds(0.2, 0.2, most=3.0)
+    curr, gen, bounds = r.log().requires_grad_(), torch.zeros_like(r), ClipRange(0.2, 0.2, most=3.0)
     term = clipped_term(curr, gen, curr.exp(), a, bounds)
     assert term.tolist() == pytest.approx([2.0, 3.0, -1.2, 0.8])
     (gradient,) = torch.autograd.grad(term.sum(), curr)

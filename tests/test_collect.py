@@ -26,7 +26,7 @@ from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
 from trainer.reference import Reference
 from trainer.runtime import Runtime
-from trainer.sources import Rollouts, picks
+from trainer.sources import Rollouts, pick_rows
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def rollouts(runtime, size: int = 2) -> Rollouts:
 @given(size=st.integers(1, 9), count=st.integers(1, 12), seed=st.integers(0, 99))
 def test_every_epoch_holds_each_row_once(size, count, seed):
     """Epochs begin inside an iteration, or several times in one."""
-    taken = [p for i in range(2 * size) for p in picks(i, size=size, count=count, seed=seed)]
+    taken = [p for i in range(2 * size) for p in pick_rows(i, size=size, count=count, seed=seed)]
     epochs = [taken[k : k + size] for k in range(0, len(taken), size)]
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
 

@@ -16,7 +16,7 @@ from runs import lines
 from small_runs import IN_ITERATION_2, Counted, Unjudged, stop, train
 
 from trainer.evaluation import Efficiency
-from trainer.limit import Bounds, best_of, least_kl, most_kl_of_best_of, optimum
+from trainer.limit import ConfidenceBand, best_of, least_kl, most_kl_of_best_of, optimum
 from trainer.reports.__main__ import main
 from trainer.reports.report import write_report
 from trainer.reports.sweep_page import sweep_svg, write_sweep
@@ -100,7 +100,7 @@ def test_the_best_of_k_is_the_mean_over_all_picks_and_its_kl_is_bounded():
         if m > 10 * k:
             assert exact == pytest.approx(most_kl_of_best_of(k), abs=0.01)
     rewards = np.sort(np.random.default_rng(0).normal(size=(4, 512)))
-    drawn = Bounds(rewards, draws=0).curve()
+    drawn = ConfidenceBand(rewards, draws=0).curve()
     for k in (2, 4, 16):  # no best-of-k passes the limit
         assert best_of(rewards, k) <= np.interp(most_kl_of_best_of(k), drawn.kl, drawn.value) + 1e-3
 
@@ -109,15 +109,17 @@ def test_a_curve_begins_at_the_reference_rises_and_ends_where_its_samples_do():
     draw = np.random.default_rng(0)
     normal, binary = draw.normal(size=(5, 64)), (draw.random((5, 64)) < 0.2).astype(float)
     for rewards, share in ((normal, 10), (binary, math.e)):
-        drawn = Bounds(rewards).curve()
+        drawn = ConfidenceBand(rewards).curve()
         assert (drawn.kl[0], drawn.value[0]) == (0.0, pytest.approx(rewards.mean()))
         assert (np.diff(drawn.kl) > 0).all()
         assert (np.diff(drawn.value) > 0).all()
         assert drawn.kl[-1] <= math.log(64 / share)
         assert (drawn.low <= drawn.high).all()
-    nearly = Bounds((draw.random((5, 64)) < 0.7).astype(float)).curve()  # the band would pass 1
+    nearly = ConfidenceBand(
+        (draw.random((5, 64)) < 0.7).astype(float)
+    ).curve()  # the band would pass 1
     assert nearly.high.max() <= 1
-    flat = Bounds(np.ones((3, 4))).curve()
+    flat = ConfidenceBand(np.ones((3, 4))).curve()
     assert (flat.kl.tolist(), flat.value.tolist()) == ([0.0], [1.0])
 
 
@@ -142,7 +144,9 @@ def test_what_few_samples_err_to_one_side_is_taken_off(samples, value, truth):
     """Means over 12 sets of samples; as they are, they say more than 2 % too much."""
     sets = [samples(seed) for seed in range(12)]
     plain = [found for rewards in sets if (found := least_kl(rewards, value))]
-    judged = [found for rewards in sets if (found := Bounds(rewards, draws=40).least_kl(value))]
+    judged = [
+        found for rewards in sets if (found := ConfidenceBand(rewards, draws=40).least_kl(value))
+    ]
     assert len(judged) >= 10
     assert np.mean(plain) > 1.02 * truth
     assert np.mean(judged) == pytest.approx(truth, rel=0.02)

@@ -21,7 +21,7 @@ from policies.scorer import Scores
 from trainer import losses
 from trainer.objectives import GRPOObjective
 from trainer.surrogates import (
-    Bounds,
+    ClipRange,
     binary_kl,
     clipped_term,
     kl_mask_term,
@@ -39,7 +39,7 @@ def randn(*shape, seed: int = 0) -> Tensor:
 
 
 def clip(curr: Tensor, gen: Tensor, advantage: Tensor) -> Tensor:
-    return clipped_term(curr, gen, token_ratio(curr, gen), advantage, Bounds(0.2, 0.3))
+    return clipped_term(curr, gen, token_ratio(curr, gen), advantage, ClipRange(0.2, 0.3))
 
 
 @given(size=st.sampled_from([30.0, -30.0, 1e2, -1e2, 1e4, -1e4]), sign=st.sampled_from([1.0, -1.0]))
@@ -111,7 +111,7 @@ def logs(*chances: float) -> Tensor:
 
 
 def term_of(name: str, now: Tensor, then: Tensor, advantage: Tensor, **bounds: float) -> Tensor:
-    return MASKS[name](now, then, token_ratio(now, then), advantage, Bounds(**bounds))
+    return MASKS[name](now, then, token_ratio(now, then), advantage, ClipRange(**bounds))
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -51,7 +51,7 @@ def batch() -> TensorDict:
 class TwoRanks(Runtime):
     """This process and another one, whose batch is the same."""
 
-    def sums(self, values):
+    def all_reduce_sum(self, values):
         return {k: 2 * v for k, v in values.items()}
 
 
@@ -155,7 +155,7 @@ def evaluate(task=None, **options) -> Evaluate:
 
 def test_rows_weigh_alike_in_a_short_last_chunk_and_one_right_sample_solves_a_row():
     shares = []
-    scores, records = evaluate(num_samples=2)(5, kind="after", tell=shares.append)
+    scores, records = evaluate(num_samples=2)(5, kind="after", on_progress=shares.append)
     texts = [r["answer"] for r in Marked().rows("eval")]
     assert scores == {
         "eval/sampled_accuracy": 2 / 8,  # of the chunks of 6 and 2 sampled replies: 3 and 6,
@@ -178,7 +178,7 @@ def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(drops, kept):
         played.extend([batch] * (name == "sampled"))
 
     reference = Reference(policy, load_reference(other))
-    scores, _ = evaluate(Marked(drops), retrieve_kl=reference)(0, hear=hear)
+    scores, _ = evaluate(Marked(drops), retrieve_kl=reference)(0, on_batch=hear)
     sums, count = [], 0
     for row in (row for batch in played for row in batch if not row["dropped"]):
         real = row["masks", "all_attention_mask"]

@@ -15,7 +15,7 @@ from policies.load import load_policy
 from trainer.modes.preflight import costs
 from trainer.modes.preflight.costs import at_limits, memory_of
 from trainer.modes.preflight.play import Phase, restart_peak
-from trainer.runtime import peak
+from trainer.runtime import peak_memory
 
 SMALL = (
     *("preflight=true", "trainer.prompts_per_iteration=4", "eval.max_rows=4", "eval.num_samples=1"),
@@ -39,11 +39,11 @@ def test_a_phase_is_scaled_to_the_limits_but_not_what_is_there_whatever_the_leng
 
 def test_the_peak_is_that_of_its_own_time():
     kept, cpu = torch.ones(2**24), torch.device("cpu")  # 64 MiB
-    now, before = restart_peak(cpu), peak(cpu)
+    now, before = restart_peak(cpu), peak_memory(cpu)
     assert before >= now > kept.nbytes
     more = torch.ones(2**25)
-    assert peak(cpu) > before + 0.9 * more.nbytes
-    assert memory_of(cpu) > peak(cpu)
+    assert peak_memory(cpu) > before + 0.9 * more.nbytes
+    assert memory_of(cpu) > peak_memory(cpu)
 
 
 @pytest.mark.runs

@@ -86,9 +86,9 @@ class Second(Runtime):
 
 def test_ranks_share_out_what_divides():
     runtime = Second.__new__(Second)
-    assert runtime.mine(6) == slice(3, 6)
+    assert runtime.local_slice(6) == slice(3, 6)
     with pytest.raises(ValueError, match="2 ranks"):
-        runtime.mine(3)
+        runtime.local_slice(3)
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path):

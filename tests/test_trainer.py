@@ -203,7 +203,7 @@ def ahead(loop: Trainer, number: int) -> None:
     old, total = loop.evaluate, loop.num_iterations
     loop.source.generator = loop.generator = engine_of(loop.policy)
     parts = {"env": loop.source.env, "generator": loop.generator, "runtime": loop.runtime}
-    sizes = {"num_samples": 2, "prompts_per_batch": old.chunk, "every": old.every}
+    sizes = {"num_samples": 2, "prompts_per_batch": old.prompts_per_batch, "every": old.every}
     loop.evaluate = Evaluate(task=old.task, **parts, **sizes)
     loop.source = Overlap(loop.source, loop.policy, ahead=number, num_iterations=total)
 

@@ -1,6 +1,6 @@
-"""Optimisation, ranks and what users see: the top layer.
+"""Training loop, ranks and reports: the top layer.
 
-Names load on first use (PEP 562), so that importing the package costs no torch.
+Names load on first use (PEP 562), so that importing the package does not import torch.
 """
 
 from typing import TYPE_CHECKING

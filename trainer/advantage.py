@@ -1,4 +1,4 @@
-"""Advantages: from task rewards and the KL charged to them to one number a token, [B, T]."""
+"""Advantages [B, T] from task rewards and the KL charged in the reward."""
 
 import math
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from trainer.runtime import Runtime
 Scale = Callable[[Tensor, Tensor], Tensor]
 
 
-def moments(values: Tensor, runtime: Runtime | None) -> tuple[float, float]:
-    """Return the mean and the unbiased standard deviation over all values of all ranks."""
-    add = runtime.sum if runtime else torch.Tensor.clone
+def mean_and_std(values: Tensor, runtime: Runtime | None) -> tuple[float, float]:
+    """Return mean and unbiased standard deviation over the values of all ranks."""
+    add = runtime.all_reduce if runtime else torch.Tensor.clone
     values = in_float64(values)  # [K]
     size = torch.tensor(float(values.numel()), dtype=values.dtype, device=values.device)
     count, total = add(torch.stack([size, values.sum()])).tolist()
@@ -29,19 +29,19 @@ def moments(values: Tensor, runtime: Runtime | None) -> tuple[float, float]:
     return mean, (squares / max(count - 1, 1)) ** 0.5
 
 
-def whitened(advantage: Tensor, mask: Tensor, runtime: Runtime | None) -> Tensor:
+def whiten(advantage: Tensor, mask: Tensor, runtime: Runtime | None) -> Tensor:
     """Return (A - mean) / (unbiased std + 1e-4) over the kept tokens of all ranks, else 0."""
-    mean, std = moments(advantage[mask], runtime)  # of [K] kept tokens
+    mean, std = mean_and_std(advantage[mask], runtime)  # over [K] kept tokens
     return (advantage - mean) / (std + STD_FLOOR) * mask  # [B, T]
 
 
 def beta_density(p: Tensor, mean: float, std: float) -> Tensor:
     """Return f(p) of Beta(1 + a/3, 1 + b/3), at least 1e-6.
 
-    Beta(a, b) has this mean and std (the method of moments). Of all Beta densities to divide by,
-    this one gives the gradient the least variance if the rewards are 0 or 1 with a chance p that
-    is Beta(a, b) itself: BNPO (arXiv 2506.02864) theorem 1. As in its authors' code no parameter is
-    below 1, and without a spread of p there is no division.
+    Beta(a, b) has this mean and std (method of moments). If rewards are 0 or 1 with probability
+    p ~ Beta(a, b), dividing by this density minimises the variance of the gradient: BNPO (arXiv
+    2506.02864) theorem 1. As in the authors' code, no parameter is below 1; where p has no spread,
+    the density is 1.
 
     >>> beta_density(torch.tensor([0.5]), mean=0.5, std=(0.25 / 7) ** 0.5)  # a = b = 3
     tensor([1.5000])
@@ -53,13 +53,12 @@ def beta_density(p: Tensor, mean: float, std: float) -> Tensor:
 
 
 class GroupAdvantage:
-    """Score each trajectory against the other samples of its prompt (GRPO), or against nothing.
+    """Compare each trajectory with the other samples of its prompt (GRPO), or use no baseline.
 
     `baseline`: group_mean, leave_one_out (RLOO) or none (REINFORCE++). `whiten` standardises over
     the kept tokens of all ranks (REINFORCE++, arXiv 2501.03262v9 eq. 5 and 7), `clip_advantage`
-    bounds what comes out. A row that left the loss mask enters no baseline and no scale: those are
-    of what is learnt from.
-    Writes what `Leash.charge_reward` writes, and advantage [B, T].
+    bounds the result. Rows without loss tokens enter neither baseline nor scale.
+    Writes the keys of `Leash.charge_reward`, and advantage [B, T].
     """
 
     reads = (*Leash.charged, *reads("group_id"))
@@ -96,13 +95,13 @@ class GroupAdvantage:
             credit=self.credit,
         )
         if self.whiten:
-            advantage = whitened(advantage, mask, self.runtime)
+            advantage = whiten(advantage, mask, self.runtime)
         return batch.set("advantage", advantage.clamp(-self.bound, self.bound))
 
     def _order(self, batch: TensorDictBase) -> Tensor:
-        """Return the rows in an order in which those of a group are adjacent, [B]."""
+        """Return row indices [B] sorted so that the rows of a group are adjacent."""
         ids = batch.get("group_id", None)
-        if ids is None:  # they already are
+        if ids is None:  # groups are adjacent already
             return torch.arange(batch.batch_size[0])
         rows = groups(ids)  # P lists of G rows
         uneven = next((len(group) for group in rows if len(group) != self.group_size), None)
@@ -111,15 +110,15 @@ class GroupAdvantage:
         return torch.tensor(list(chain(*rows)), dtype=torch.int64)  # [B]
 
     def scale(self) -> Scale | None:
-        """Return what maps task rewards and kept rows [P, G] to the divisor [P, 1], if anything."""
+        """Return the function from task rewards and row mask [P, G] to divisor [P, 1], or None."""
         return spread if self.scale_by_std else None
 
 
 class BetaAdvantage(GroupAdvantage):
     """Divide a group's advantages by a Beta density at its mean reward (BNPO).
 
-    The density follows the groups' mean rewards over all ranks, see `beta_density`; a group that
-    left the loss mask has none. Rewards must lie in [0, 1]. Source: Xiao et al. 2025 (arXiv
+    The density is fitted to the groups' mean rewards over all ranks, see `beta_density`; groups
+    without loss tokens are excluded. Rewards must lie in [0, 1]. Source: Xiao et al. 2025 (arXiv
     2506.02864) theorem 1.
     """
 
@@ -129,17 +128,17 @@ class BetaAdvantage(GroupAdvantage):
             raise ValueError("BNPO divides by a Beta density: set algorithm.scale_by_std=false")
         return self._density
 
-    def _density(self, total: Tensor, kept: Tensor) -> Tensor:
-        """Return the density at each group's mean, [P, 1]; total and kept rows [P, G]."""
+    def _density(self, total: Tensor, mask: Tensor) -> Tensor:
+        """Return the density at each group's mean, [P, 1]; total and row mask [P, G]."""
         if total.numel() and not 0 <= float(total.min()) <= float(total.max()) <= 1:
             got = f"{float(total.min()):g} to {float(total.max()):g}"
             raise ValueError(f"BNPO expects rewards from 0 to 1, got {got}; rescale the reward")
-        mean = group_mean(total, kept)[:, :1]  # [P, 1]
-        return beta_density(mean, *moments(mean[kept.any(-1)], self.runtime))
+        mean = group_mean(total, mask)[:, :1]  # [P, 1]
+        return beta_density(mean, *mean_and_std(mean[mask.any(-1)], self.runtime))
 
 
 class NoAdvantage:
-    """Leave the batch as it is: imitation has no reward."""
+    """Return the batch unchanged: imitation has no reward."""
 
     reads = ()
 

@@ -1,8 +1,7 @@
-"""Collect: play chats to their end; one row per trajectory comes out, right-padded [B, T].
+"""Play chats to their end and return one right-padded row [B, T] per trajectory.
 
-A row is the exact ids of all turns. Sampled tokens carry their log-probs and the response mask;
-each turn's task reward stands on the last token sampled in that turn. A group with a reply that the
-task drops has no reward and an empty loss mask.
+A row holds the exact ids of all turns. Sampled tokens have log-probs and are in the response mask;
+a turn's task reward is at its last sampled token. Dropped groups have no reward and no loss.
 """
 
 from typing import Any
@@ -21,9 +20,9 @@ RESPONSE = ("masks", "all_response_mask")
 
 
 class Trajectories:
-    """Chats as they grow, a row each: tensors [B, T], padded right with 0, and what happened [B].
+    """Hold the growing chats: tensors [B, T], right-padded with 0, and flags and sums [B].
 
-    `first` is the policy's output of the first turn, whose prompts begin the rows.
+    `first` is the policy's output of the first turn; its prompts start the rows.
     """
 
     def __init__(self, first: TensorDictBase) -> None:
@@ -46,7 +45,7 @@ class Trajectories:
         self.append(torch.arange(size, device=device), prompt, ids=ids, assistant=marks)
 
     def append(self, rows: Tensor, mask: Tensor, **values: Tensor) -> None:
-        """Append the kept entries of `values` [A, n] to these rows [A]; other fields read 0."""
+        """Append the masked entries of `values` [A, n] to rows [A]; other fields get 0."""
         place = (self.lengths[rows].unsqueeze(-1) + positions(mask))[mask]
         owner = rows.unsqueeze(-1).expand_as(mask)[mask]
         self.lengths[rows] += mask.sum(-1)
@@ -58,7 +57,7 @@ class Trajectories:
             self.tokens[name] = after
 
     def record(self, rows: Tensor, td: TensorDictBase) -> None:
-        """Add one turn of these rows [A]: the reply with its log-probs, reward and flags."""
+        """Add one turn of rows [A]: the reply with its log-probs, reward and flags."""
         sampled, log_probs = td.get(RESPONSE), td.get(("log_probs", "full"))
         ids, following, alive = td.get(("tokens", "full")), td.get("next"), rows.cpu()
         marks = {"assistant": sampled, "response": sampled}
@@ -76,32 +75,32 @@ class Trajectories:
             self.texts[row].append(text)
 
     def extend(self, rows: Tensor, td: TensorDictBase, policy: Generator) -> None:
-        """Append what the template puts between a reply and the next generation prompt.
+        """Append the template's tokens between a reply and the next generation prompt.
 
-        td are the turns [A] that these rows just had.
+        td holds the last turns [A] of these rows.
         """
         before = td.get(("history", "full")).chats()
         after = td.get(("next", "history", "prompt")).chats()
         last = self.tokens["ids"][rows, self.lengths[rows] - 1].tolist()
         unanswered = any(len(a) == len(b) for b, a in zip(before, after, strict=True))
-        if "step_count" not in td.get("next") and unanswered:  # it would never end
+        if "step_count" not in td.get("next") and unanswered:  # the chat would never end
             raise ValueError(
                 "expected an env that ends a chat or answers it, got one that does neither; give "
                 "ChatEnv a task or max_turns=1, or append StepCounter(max_steps=...)"
             )
-        new = [prolong(policy, *turn) for turn in zip(last, before, after, strict=True)]
+        new = [tokens_between(policy, *turn) for turn in zip(last, before, after, strict=True)]
         ids, marks = (pad(column).to(rows.device) for column in zip(*new, strict=True))
         mask = pad_mask([len(row) for row, _ in new], device=rows.device)
         self.append(rows, mask, ids=ids, assistant=marks)
 
     @property
     def attention(self) -> Tensor:
-        """Return which entries are tokens, [B, T]."""
+        """Return the mask of real tokens, [B, T]."""
         index = torch.arange(self.tokens["ids"].shape[1], device=self.lengths.device)
         return index < self.lengths.unsqueeze(-1)
 
     def batch(self, group_id: Tensor, policy: Generator) -> TensorDict:
-        """Return finished trajectories as a batch [B, T] on the policy's device."""
+        """Return the finished trajectories as a batch [B, T] on the policy's device."""
         size, device = len(self.lengths), policy.device
         tokens = {name: value.to(device) for name, value in self.tokens.items()}
         common: Any = {"padded": True, "batch_size": [size]}
@@ -136,17 +135,19 @@ def collect(
 ) -> TensorDict:
     """Return the trajectories of all samples of `prompts` [P] as one batch [B, T].
 
-    Keys: trainer/batch.py, those of "collect >". `policy_version` is that of a row's first turn.
-    With `learn` a policy whose sampling training cannot follow (top_p, ...) is a ValueError.
+    Keys: trainer/batch.py. `policy_version` is that of a row's first turn. With `learn`, ValueError
+    for a policy that narrows its distribution (top_p, ...), which training cannot score.
     """
-    policy = ready(policy, learn=learn, pad_output=True, return_log_probs=True, text_key=None)
+    policy = as_generator(
+        policy, learn=learn, pad_output=True, return_log_probs=True, text_key=None
+    )
     td = env.reset(prompts)
     group_id, state = td.get("group_id"), list(td.keys())
     rows = td.get("row").tolist() if "row" in state else [{}] * len(group_id)
     answers = ["" if (right := row.get("answer")) is None else str(right) for row in rows]
     td = policy(td)
     done = Trajectories(td)
-    rows = torch.arange(td.batch_size[0], device=done.lengths.device)  # those still going
+    rows = torch.arange(td.batch_size[0], device=done.lengths.device)  # unfinished
     while True:
         td = env.step(td)
         done.record(rows, td)
@@ -156,17 +157,19 @@ def collect(
             return batch.set("answer", NonTensorStack(*answers))
         rows, td = rows[going.to(rows.device)], td[going]
         done.extend(rows, td, policy)
-        td = _with_ids(carry(td, state), done.tokens["ids"][rows], done.attention[rows])
+        td = _with_ids(next_state(td, state), done.tokens["ids"][rows], done.attention[rows])
         td = policy(td)
 
 
-def ready(policy: Any, *, input_mode: str = "history", learn: bool = True, **needed: Any) -> Any:
-    """Return the policy, or a version of it with these outputs, written in place.
+def as_generator(
+    policy: Any, *, input_mode: str = "history", learn: bool = True, **options: Any
+) -> Any:
+    """Return the policy, or a version of it with these output options and inplace=True.
 
-    Raises ValueError unless it generates one reply to each prompt in this mode and, with `learn`,
-    from the whole distribution at its temperature.
+    ValueError unless it generates one reply per prompt in this mode and, with `learn`, samples the
+    full distribution.
     """
-    needed["inplace"] = True
+    options["inplace"] = True
     if policy.num_samples is not None or policy.input_mode != input_mode or not policy.generate:
         raise ValueError(
             f"collect expects a policy with generate=True, {input_mode=} and num_samples=None, got "
@@ -176,13 +179,13 @@ def ready(policy: Any, *, input_mode: str = "history", learn: bool = True, **nee
         raise ValueError(
             f"training expects replies of the whole distribution, got {narrowing}; drop them"
         )
-    if all(getattr(policy, name) == value for name, value in needed.items()):
+    if all(getattr(policy, name) == value for name, value in options.items()):
         return policy
-    return policy.get_new_version(**needed)
+    return policy.get_new_version(**options)
 
 
-def carry(td: TensorDictBase, state: list[str]) -> TensorDictBase:
-    """Return the state that the next turn starts from: its keys of "next", else of td itself."""
+def next_state(td: TensorDictBase, state: list[str]) -> TensorDictBase:
+    """Return the state keys of the next turn, from "next" or else from td."""
     following = td.get("next")
     out = td.empty()
     for key in state:
@@ -190,48 +193,49 @@ def carry(td: TensorDictBase, state: list[str]) -> TensorDictBase:
     return out
 
 
-def prolong(policy: Any, last: int, before: list[dict], after: list[dict]) -> tuple[Tensor, Tensor]:
-    """Return the ids [n] between a reply and the next one, and which are the assistant's [n].
+def tokens_between(
+    policy: Any, last: int, before: list[dict], after: list[dict]
+) -> tuple[Tensor, Tensor]:
+    """Return the ids [n] between a reply and the next one, and their assistant mask [n].
 
-    `last` is the reply's last id; `before` and `after` are the messages then and at the next
-    prompt.
+    `last` is the reply's last id; `before` and `after` are the messages around the env's step.
     """
     if after[: len(before)] != before:
         raise ValueError("a transform edited the sampled turns; let it add a message instead")
     ids = torch.tensor(policy.renderer.extend([last], before, after[len(before) :])[1:])
     marks = torch.zeros(len(ids), dtype=torch.bool)
-    # A reply cut by the token limit was closed: that end of turn is the assistant's.
+    # The template closes a reply cut by the token limit: that end of turn is the assistant's.
     marks[0] = int(ids[0]) in policy.stop_ids
     return ids, marks
 
 
 def _with_ids(td: TensorDictBase, ids: Tensor, attention: Tensor) -> TensorDictBase:
-    """Give the next turn's input its exact ids [A, T] as the prompt, padded left."""
+    """Set the exact ids [A, T], padded left, as the prompt of the next turn."""
     prompt = compact(ids, attention, side="left")
     td.set("tokens", Tokens(prompt=prompt, padded=True, batch_size=[len(ids)]))
     return td.set("attention_mask", compact(attention, attention, side="left"))
 
 
 def _last_contents(td: TensorDictBase, field: str) -> list[str]:
-    """Return what the last message of each chat says."""
+    """Return the content of the last message of each chat."""
     return [chat[-1] for chat in td.get(("history", field)).get("content")]
 
 
 def _system_contents(td: TensorDictBase) -> list[str]:
-    """Return what the system message of each prompt says, "" where there is none."""
+    """Return the content of each prompt's system message, or ""."""
     prompts = td.get(("history", "prompt"))
     chats = zip(prompts.get("role"), prompts.get("content"), strict=True)
     return [contents[0] if roles[0] == "system" else "" for roles, contents in chats]
 
 
 def _sum(before: Tensor, value: Tensor) -> Tensor:
-    """Return the sum of those of two values that apply: a part that does not is NaN."""
+    """Return the sum, ignoring NaN: the part of a reward that does not apply."""
     both = torch.where(before.isnan(), value, before + value)
     return torch.where(value.isnan(), before, both)
 
 
 def _without_dropped(batch: TensorDict) -> TensorDict:
-    """Take whole groups with a dropped reply out of the loss mask and of the rewards."""
+    """Remove groups with a dropped reply from the loss mask and the rewards."""
     lost = torch.isin(batch.get("group_id"), batch.get("group_id")[batch.get("dropped")])  # [B]
     batch.set("dropped", lost)
     batch.set("loss_mask", batch.get("loss_mask") & ~lost.unsqueeze(-1))

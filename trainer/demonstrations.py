@@ -1,4 +1,4 @@
-"""Demonstrations, the batches of SFT, and their log-probs by the policy as it started."""
+"""Batches of demonstrations for SFT, and their log-probs by the start policy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +15,13 @@ from policies.padding import pad, pad_mask
 from policies.protocols import Policy
 from policies.scorer import score_in_parts
 from trainer.runtime import Runtime
-from trainer.sources import picks
+from trainer.sources import pick_rows
 
 
 class Demonstrations:
-    """Render the iteration's demonstrations; `mask` says which of their tokens are learnt.
+    """Render the iteration's demonstrations; `mask` selects the tokens to learn from.
 
-    "assistant": every assistant turn; "prompt": only what follows the prompt, the last turn.
+    "assistant": every assistant turn; "prompt": only the last turn, after the prompt.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Demonstrations:
 
     def __call__(self, iteration: int) -> TensorDict:
         """Return this rank's demonstrations of the iteration, [B, T]."""
-        chosen = picks(iteration, size=len(self.rows), count=self.size, seed=self.runtime.seed)
-        rows = [self._render(self.rows[i]) for i in chosen[self.runtime.mine(self.size)]]
+        chosen = pick_rows(iteration, size=len(self.rows), count=self.size, seed=self.runtime.seed)
+        rows = [self._render(self.rows[i]) for i in chosen[self.runtime.local_slice(self.size)]]
         ids, assistant, learnt = zip(*rows, strict=True)
-        batch = given_rows(ids, self.policy.device, assistant)
+        batch = make_batch(ids, self.policy.device, assistant)
         return batch.set("loss_mask", pad(learnt, False).to(self.policy.device))
 
     def _render(self, row: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the ids of a row, which are the assistant's, and which are learnt."""
+        """Return ids, assistant mask and loss mask of a row."""
         messages = self.env.messages(row)
         done = self.policy.renderer.render(messages, require_assistant=True)
         ids, assistant = torch.tensor(done.ids), torch.tensor(done.assistant)
@@ -57,10 +57,10 @@ class Demonstrations:
         return ids, assistant, assistant & (torch.arange(len(ids)) >= len(prompt))
 
 
-def given_rows(
+def make_batch(
     ids: Sequence[Tensor], device: Any, assistant: Sequence[Tensor] | None = None
 ) -> TensorDict:
-    """Return rows that nobody has sampled as a batch [B, T] at temperature 1."""
+    """Return token rows from data as a batch [B, T] at temperature 1."""
     size = len(ids)
     masks = Masks(
         all_attention_mask=pad_mask([len(row) for row in ids], device=device),
@@ -75,9 +75,9 @@ def given_rows(
 
 
 class ReferenceLogProbs:
-    """Score demonstrations with the policy as it started, for objectives that stay near it.
+    """Score demonstrations with the start policy, for objectives that stay near it.
 
-    Writes ref_log_probs.full [B, T] at the learnt tokens.
+    Writes ref_log_probs.full [B, T] at the tokens of the loss mask.
     """
 
     def __init__(self, *, policy: Policy, micro_batch_tokens: int | None = None) -> None:

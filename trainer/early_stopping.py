@@ -1,6 +1,6 @@
-"""What ends a run early: a stop signal, a metric at a value, or evaluations that get no better.
+"""Early ends of a run: a stop signal, a metric at its target, or no more improvement.
 
-Torch-free: the parent imports it too.
+Imports no torch: the parent process uses it too.
 """
 
 import math
@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-SCORE = "eval/"  # what `patience` goes by: the first metric of an evaluation that starts so
+SCORE = "eval/"  # `patience` watches the first metric with this prefix
 
 
 class Stopped(BaseException):
@@ -18,7 +18,7 @@ class Stopped(BaseException):
 
 
 def stop_reason(number: int) -> str:
-    """Return what status.json says of a run that a signal stopped.
+    """Return the reason that status.json shows for a stop signal.
 
     >>> stop_reason(2), stop_reason(15)
     ('stopped by Ctrl-C', 'stopped by SIGTERM')
@@ -27,7 +27,7 @@ def stop_reason(number: int) -> str:
 
 
 def read_rule(text: str) -> tuple[str, float]:
-    """Return the metric and the value of `trainer.stop_at`.
+    """Parse `trainer.stop_at` into metric and value.
 
     >>> read_rule("eval/sampled_accuracy 0.9")
     ('eval/sampled_accuracy', 0.9)
@@ -42,29 +42,29 @@ def read_rule(text: str) -> tuple[str, float]:
 
 @dataclass
 class EarlyStopping:
-    """End a run once a metric has come to a value, from above or from below as it began.
+    """End a run once a metric crosses a value, or stops improving.
 
-    `stop_at`: "eval/sampled_accuracy 0.9", as logged, without smoothing. `patience`: evaluations in
-    a row that are not better than the best one before. Either may be None.
+    `stop_at`: "eval/sampled_accuracy 0.9", as logged, without smoothing; the first value decides
+    the direction. `patience`: consecutive evaluations without a new best. Either may be None.
 
-    >>> enough = EarlyStopping(stop_at="kl/ref_sequence 5")
-    >>> [enough({"kl/ref_sequence": kl}, i) for i, kl in enumerate([0.1, 4.0, 5.5], start=1)]
+    >>> rule = EarlyStopping(stop_at="kl/ref_sequence 5")
+    >>> [rule({"kl/ref_sequence": kl}, i) for i, kl in enumerate([0.1, 4.0, 5.5], start=1)]
     [None, None, 'kl/ref_sequence came to 5.5 (trainer.stop_at: 5)']
     """
 
     stop_at: str | None = None
     patience: int | None = None
     first: float | None = None  # value of the metric of stop_at
-    best: float | None = None  # evaluation so far
-    worse: int = 0  # evaluations since
-    ended: str | None = None  # why
+    best: float | None = None  # evaluation
+    worse: int = 0  # evaluations since the best one
+    ended: str | None = None  # reason
 
     def __post_init__(self) -> None:
         if self.stop_at is not None:
             read_rule(self.stop_at)
 
     def __call__(self, metrics: Mapping[str, float], iteration: int) -> str | None:
-        """Take what is logged at an iteration, 0 being before training; return why to end."""
+        """Read the metrics of an iteration (0: before training); return a reason to end."""
         if self.ended is None:
             self.ended = self._reached(metrics, iteration) or self._stuck(metrics, iteration)
         return self.ended
@@ -74,7 +74,7 @@ class EarlyStopping:
             return None
         name, target = read_rule(self.stop_at)
         if name not in metrics:
-            evaluated = any(each.startswith(SCORE) for each in metrics)  # they come by themselves
+            evaluated = any(each.startswith(SCORE) for each in metrics)  # logged separately
             due = name.startswith(SCORE) == evaluated and name != "kl/efficiency"
             if due and iteration <= 1:
                 raise ValueError(f"trainer.stop_at: no metric {name}; metrics.jsonl has the names")
@@ -98,14 +98,14 @@ class EarlyStopping:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs."""
+        """Return the state for a checkpoint."""
         return {**vars(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what was saved; under another rule the run has not ended."""
+        """Restore a saved state; with a changed rule the run has not ended."""
         self.best, self.worse = state["best"], state["worse"]
         if self.stop_at and state["stop_at"]:
             same = read_rule(self.stop_at)[0] == read_rule(state["stop_at"])[0]
-            self.first = state["first"] if same else None  # the side that the run came from
+            self.first = state["first"] if same else None  # decides the direction
         if (state["stop_at"], state["patience"]) == (self.stop_at, self.patience):
             self.ended = state["ended"]

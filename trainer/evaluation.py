@@ -1,8 +1,8 @@
 """Evaluate on held-out rows: sampled accuracy (mean over samples) and greedy accuracy.
 
-The same env and collect as training; only the rows, the temperature and the streams differ.
-Ranks share the rows, evenly or not. Accuracy is also reported per row label. Dropped replies are
-excluded. kl/efficiency is how much of its KL a policy needed (docs/kl.md), from replies of the
+The env and `collect` of training; only rows, temperature and streams differ. Ranks share the rows,
+evenly or not. Accuracy is also reported per row label. Dropped replies are excluded.
+kl/efficiency is the share of its KL that a policy needed (docs/kl.md), from replies of the
 reference: sampled before training with eval.limit, or later by mode=limit, kept in limit.json.
 """
 
@@ -32,8 +32,8 @@ from trainer.transcripts import transcript
 class Evaluate:
     """Measure the generator on the task's eval rows.
 
-    `prompts_per_batch` prompts are played at a time; draws depend on (seed, row, sample) only, so
-    that two evaluations differ by the weights alone. `retrieve_kl` measures the KL of the sampled
+    `prompts_per_batch` prompts are played at a time. Samples depend on (seed, row, sample) only, so
+    two evaluations differ by the weights alone. `retrieve_kl` measures the KL of the sampled
     replies; with `limit` replies to each row before training, kl/efficiency judges it.
     """
 
@@ -54,8 +54,8 @@ class Evaluate:
         limit: int = 0,
     ) -> None:
         self.task, self.env, self.generator = task, env, generator
-        self.keep(list(islice(task.rows("eval"), max_rows)))
-        self.runtime, self.chunk, self.every = runtime, prompts_per_batch, every
+        self.set_rows(list(islice(task.rows("eval"), max_rows)))
+        self.runtime, self.prompts_per_batch, self.every = runtime, prompts_per_batch, every
         self.retrieve_kl = retrieve_kl
         self.placements = placement_of(generator), placement_of(retrieve_kl)
         wanted = ("sampled", num_samples, temperature), ("greedy", int(greedy), 0.0)
@@ -63,23 +63,23 @@ class Evaluate:
         self.efficiency = Efficiency(limit, runtime.folder) if limit else None
 
     def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
-        """Return a name, an env with that many replies to a row, a generator at a temperature."""
+        """Return the name, an env with `samples` replies per row, a generator at `temperature`."""
         kwargs = {**self.generator.generate_kwargs, "temperature": temperature}
         generator = self.generator.get_new_version(generate_kwargs=kwargs)
         return name, self.env.with_group_size(samples), generator
 
-    def keep(self, rows: Sequence[dict[str, Any]]) -> None:
+    def set_rows(self, rows: Sequence[dict[str, Any]]) -> None:
         """Evaluate on these rows."""
         self.rows = rows
         self.labels = [self.task.label(row) for row in rows]
 
     def due(self, iteration: int, last: int) -> bool:
-        """Return whether to evaluate after this iteration (0-based count of finished ones)."""
+        """Return whether to evaluate after this many finished iterations."""
         return iteration == last or bool(self.every and iteration % self.every == 0)
 
     @property
     def about(self) -> str:
-        """Say what one evaluation plays: "40 prompts x 8 samples, greedy"."""
+        """Describe an evaluation: "40 prompts x 8 samples, greedy"."""
         ways = {"sampled": "x {} samples", "greedy": "greedy"}
         played = [ways[name].format(env.group_size) for name, env, _ in self.plans]
         return f"{len(self.rows)} prompts {', '.join(played)}"
@@ -89,52 +89,51 @@ class Evaluate:
         iteration: int,
         *,
         kind: str = "eval",
-        tell: Callable[..., None] = lambda *_: None,
-        hear: Callable[[str, TensorDictBase, list[int]], None] = lambda *_: None,
+        on_progress: Callable[..., None] = lambda *_: None,
+        on_batch: Callable[[str, TensorDictBase, list[int]], None] = lambda *_: None,
     ) -> tuple[dict[str, float], list]:
         """Return the metrics and one sampled record per row of this rank.
 
-        `tell` gets the share done before each batch; `hear` gets the plan's name, the replies and
-        their rows.
+        `on_progress(share)` is called before each batch, `on_batch(plan, replies, rows)` after it.
         """
         if self.efficiency is not None and kind == "before":
-            self.efficiency.begin(self, tell)
+            self.efficiency.begin(self, on_progress)
         with self.placements[0].gather(), self.placements[1].gather():  # batches differ by rank
-            scores, records = self._play(iteration, kind, tell, hear)
+            scores, records = self._play(iteration, kind, on_progress, on_batch)
         if self.efficiency is not None:
             scores |= self.efficiency(scores, len(self.rows))
         return scores, records
 
-    def _play(self, iteration: int, kind: str, tell: Any, hear: Any) -> tuple[dict, list]:
+    def _play(self, iteration: int, kind: str, progress: Any, on_batch: Any) -> tuple[dict, list]:
         out: dict[str, float] = {}
         records: list[dict[str, Any]] = []
         replies, done = sum(env.group_size for _, env, _ in self.plans), 0
         for name, env, generator in self.plans:
             size, first = env.group_size, not done
-            env = self.env.with_group_size(size)  # current transforms; their copies change alone
+            env = self.env.with_group_size(size)  # copies the current transforms
             sums = dict.fromkeys(("right", "solved", "reward", "rows", "kl", "tokens"), 0.0)
             sums |= {f"{kind} {label}": 0.0 for label in self.labels for kind in ("right", "rows")}
             for share, part in self._parts(size):
-                tell((done + size * share) / replies)
-                if kind != "after":  # a run that is trained is finished first
-                    self.runtime.check_stop()  # as often on every rank, rows or not
+                progress((done + size * share) / replies)
+                if kind != "after":  # a trained run finishes its last evaluation
+                    self.runtime.check_stop()  # equally often on every rank, even without rows
                 if not part:
                     continue
                 batch: TensorDictBase = collect(self._prompts(part), env, generator, learn=False)
                 if name == "sampled":
                     batch = self.retrieve_kl(batch)
-                hear(name, batch, part)
+                on_batch(name, batch, part)
                 self._count(sums, batch, part)
                 for i in range(0, size * len(part), size) if first else ():  # one of each row
                     records.append(transcript(batch, i, iteration, kind=kind))
             done += size
-            total = self.runtime.sums(sums)
+            total = self.runtime.all_reduce_sum(sums)
             rows = max(total["rows"], 1.0)
             out[f"eval/{name}_accuracy"] = total["right"] / (rows * size)
             for label in sorted(filter(None, set(self.labels))):
                 share = total[f"right {label}"] / max(total[f"rows {label}"] * size, 1.0)
                 out[f"eval/{name}_accuracy/{label}"] = share
-            if size > 1:  # of k = all samples: the HumanEval estimator is this share
+            if size > 1:  # at k = all samples, the HumanEval estimator
                 out[f"eval/pass@{size}"] = total["solved"] / rows
             if first:
                 out["eval/reward"] = total["reward"] / (rows * size)
@@ -144,31 +143,31 @@ class Evaluate:
         return out, records
 
     def _count(self, sums: dict[str, float], batch: TensorDictBase, part: list[int]) -> None:
-        """Add what the replies to these rows are worth."""
-        kept = ~batch.get("dropped").view(len(part), -1)[:, 0]  # [rows], by whole groups
-        right = batch.get("success").view(len(part), -1).sum(-1) * kept  # [rows]
+        """Add the scores of the replies to these rows."""
+        judged = ~batch.get("dropped").view(len(part), -1)[:, 0]  # [rows], by full groups
+        right = batch.get("success").view(len(part), -1).sum(-1) * judged  # [rows]
         sums["solved"] += float((right > 0).sum())
         sums["reward"] += float(batch.get("reward_raw").sum())  # 0 where dropped
         if (kl := batch.get("kl_penalty", None)) is not None:
-            each = kept.repeat_interleave(len(batch) // len(part)).to(kl.device)  # [B]
+            each = judged.repeat_interleave(len(batch) // len(part)).to(kl.device)  # [B]
             mask = batch.get(("masks", "all_response_mask")) & each.unsqueeze(-1)  # [B, T]
             sums["kl"] += float((kl * mask).sum())
             sums["tokens"] += float(mask.sum())
-        for row, count, counts in zip(part, right.tolist(), kept.tolist(), strict=True):
+        for row, count, counts in zip(part, right.tolist(), judged.tolist(), strict=True):
             for suffix in ("", f" {self.labels[row]}"):
                 sums[f"right{suffix}"] += count
                 sums[f"rows{suffix}"] += counts
 
     def _parts(self, samples: int) -> Iterator[tuple[float, list[int]]]:
-        """Yield the share done and this rank's rows of each batch; equally often on every rank.
+        """Yield (share done, this rank's rows) per batch, equally often on every rank.
 
-        The plan with the fewest samples gets the more rows, so that all batches are of one size.
+        Plans with fewer samples per row get more rows: all batches have one size.
         """
-        chunk = self.chunk * max(env.group_size for _, env, _ in self.plans) // samples
-        mine = list(range(len(self.rows)))[self.runtime.rank :: self.runtime.ranks]
+        size = self.prompts_per_batch * max(env.group_size for _, env, _ in self.plans) // samples
+        local = list(range(len(self.rows)))[self.runtime.rank :: self.runtime.ranks]
         most = math.ceil(len(self.rows) / self.runtime.ranks)
-        for start in range(0, most, chunk):
-            yield start / most, mine[start : start + chunk]
+        for start in range(0, most, size):
+            yield start / most, local[start : start + size]
 
     def _prompts(self, index: list[int]) -> TensorDict:
         place = torch.tensor(index)
@@ -180,51 +179,52 @@ class Evaluate:
 
 
 class Efficiency:
-    """Judge evaluations by `samples` replies to each eval row of the policy before training."""
+    """Compute kl/efficiency from `samples` replies per eval row of the untrained policy."""
 
     def __init__(self, samples: int, folder: Path) -> None:
         self.samples, self.path = samples, folder / FILE
         self.limit: Limit | None = None
 
-    def begin(self, play: Evaluate, tell: Callable[..., None] = lambda *_: None) -> None:
-        """Sample the policy as it starts; `tell` gets the share done and what is done."""
-        what = f"sampling the reference: {len(play.rows)} prompts x {self.samples} samples"
-        found = sample(play, self.samples, lambda share: tell(share, what))
-        self.limit = Limit.of_samples(found)
+    def begin(self, play: Evaluate, on_progress: Callable[..., None] = lambda *_: None) -> None:
+        """Sample the untrained policy; calls `on_progress(share, label)`."""
+        label = f"sampling the reference: {len(play.rows)} prompts x {self.samples} samples"
+        replies = sample(play, self.samples, lambda share: on_progress(share, label))
+        self.limit = Limit.of_samples(replies)
         if self.limit is not None and play.runtime.is_main:
-            write_text(self.path, json.dumps({"samples": self.samples, **found}))
+            write_text(self.path, json.dumps({"samples": self.samples, **replies}))
 
     def __call__(self, scores: dict[str, float], rows: int) -> dict[str, float]:
-        """Return kl/efficiency of an evaluation of so many rows, if the samples reach so far."""
+        """Return kl/efficiency of an evaluation of `rows` rows, if the samples support it."""
         if self.limit is None and self.path.is_file():  # of a resumed run
             self.limit = read_limit(self.path)
-        if self.limit is None or self.limit.asked != rows:
+        if self.limit is None or self.limit.num_prompts != rows:
             return {}
         share = self.limit.efficiency_of(scores)
         return {} if share is None else {"kl/efficiency": share}
 
 
 def sample(
-    play: Evaluate, samples: int, tell: Callable[[float], None] = lambda _: None
+    play: Evaluate, samples: int, on_progress: Callable[[float], None] = lambda _: None
 ) -> dict[str, Any]:
     """Return rows, reward and success [rows, samples] of replies at temperature 1 on all ranks.
 
-    Rows that the task dropped are left out (`asked` counts them); without any it is {}.
+    Dropped rows are left out ("asked" counts them); {} if all rows are dropped.
     """
-    found: dict[int, list] = {}
+    scores: dict[int, list] = {}
 
-    def hear(_: str, batch: TensorDictBase, rows: list[int]) -> None:
+    def on_batch(_: str, batch: TensorDictBase, rows: list[int]) -> None:
         values = (in_float64(batch.get("reward_raw")).sum(-1), batch.get("success").int())
         each = [value.view(len(rows), -1).tolist() for value in (*values, batch.get("dropped"))]
         for row, reward, success, dropped in zip(rows, *each, strict=True):
             if not dropped[0]:
-                found[row] = [[round(value, 6) for value in reward], success]
+                scores[row] = [[round(value, 6) for value in reward], success]
 
     player = copy(play)
     player.plans, player.efficiency = [play.plan("limit", samples, 1.0)], None
-    player.chunk = max(1, play.chunk * 8 // samples)  # as eval.num_samples=8, at least a row
+    size = play.prompts_per_batch * 8 // samples  # in replies as with eval.num_samples=8
+    player.prompts_per_batch = max(1, size)
     player.placements = (play.placements[0], HERE)  # no KL is measured
-    player(0, tell=tell, hear=hear)
-    rows = dict(sorted(item for part in play.runtime.gather(found) for item in part.items()))
+    player(0, on_progress=on_progress, on_batch=on_batch)
+    rows = dict(sorted(item for part in play.runtime.gather(scores) for item in part.items()))
     values = {"reward": [r for r, _ in rows.values()], "success": [s for _, s in rows.values()]}
     return {"asked": len(play.rows), "rows": [*rows], **values} if rows else {}

@@ -1,8 +1,8 @@
-"""Generalised advantage estimation over the tokens of chats (PPO): the sum, and the verb.
+"""Generalised advantage estimation (GAE) over the tokens of chats, for PPO.
 
-Source: Schulman et al. 2016 (arXiv 1506.02438) eq. 16. Only kept tokens are steps: the next step of
-a token is the next kept one, over whatever a user or a tool says in between. The episode ends with
-the last kept token, by itself or by a limit. All tensors are [B, T].
+Source: Schulman et al. 2016 (arXiv 1506.02438) eq. 16. Only tokens of the loss mask are steps;
+tokens of users and tools in between are skipped. The episode ends at the last step, also if a limit
+cut it. All tensors are [B, T].
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from policies.protocols import Policy
 from policies.scorer import score_in_parts
-from trainer.advantage import whitened
+from trainer.advantage import whiten
 from trainer.batch import reads
 from trainer.kl import Leash
 from trainer.runtime import Runtime
@@ -30,15 +30,15 @@ def gae(
 ) -> Tensor:
     """Return A_t = sum over l of (gamma lmbda)^l delta_(t+l), 0 outside the mask; all [B, T].
 
-    delta_t = reward_t + gamma V_(t+1) - V_t, where t + 1 is the next kept token and V is 0 after
-    the last. Rewards outside the mask do not count. Where `done`, an episode ends inside a row.
+    delta_t = reward_t + gamma V_(t+1) - V_t, where t + 1 is the next token of the mask and V is 0
+    after the last. Rewards outside the mask are ignored. `done` ends an episode inside a row.
 
     >>> reward, value = torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.25]])
     >>> gae(reward, value, torch.tensor([[True, False, True]]), lmbda=0.5).tolist()
     [[0.125, 0.0, 0.75]]
     """
     out = torch.zeros_like(value)
-    after = advantage = torch.zeros_like(value[:, 0])  # [B] V and A of the next kept token
+    after = advantage = torch.zeros_like(value[:, 0])  # [B] V and A of the next step
     for t in mask.any(0).nonzero().squeeze(-1).flip(0).tolist():
         keep = mask[:, t]
         if done is not None:
@@ -52,12 +52,12 @@ def gae(
 
 
 class GAEAdvantage:
-    """Score each token against what a critic expected (PPO; arXiv 1506.02438 eq. 16).
+    """Compute the advantage of each token by a critic and GAE (PPO; arXiv 1506.02438 eq. 16).
 
-    The critic is that of the policy's scorer (`policies.Critic`). `whiten` standardises the
+    The critic is `policy.scorer.critic` (`policies.Critic`). `whiten` standardises the
     advantages over the kept tokens of all ranks, `clip_advantage` bounds them.
-    Writes what `Leash.charge_reward` writes, and value, returns (= advantage + value, before
-    whitening) and advantage [B, T].
+    Writes the keys of `Leash.charge_reward`, value, returns (= advantage + value, before whitening)
+    and advantage [B, T].
     """
 
     reads = *Leash.charged, *reads("group_id", ("tokens", "full"), ("masks", "all_attention_mask"))
@@ -85,14 +85,14 @@ class GAEAdvantage:
         """Add values, returns and advantages to the batch."""
         self.leash.charge_reward(batch)
         mask = batch.get("loss_mask")  # [B, T]
-        given = batch.get(("tokens", "full")), batch.get(("masks", "all_attention_mask")), mask
+        inputs = batch.get(("tokens", "full")), batch.get(("masks", "all_attention_mask")), mask
         group = batch.get("group_id", None)
         with torch.no_grad():
-            value = score_in_parts(self.scorer.values, *given, limit=self.limit, group_id=group)
+            value = score_in_parts(self.scorer.values, *inputs, limit=self.limit, group_id=group)
         reward = batch.get("reward")  # [B, T]
         advantage = gae(reward, value, mask, gamma=self.gamma, lmbda=self.lmbda)  # [B, T]
         batch.set("value", value)
         batch.set("returns", advantage + value)
         if self.whiten:
-            advantage = whitened(advantage, mask, self.runtime)
+            advantage = whiten(advantage, mask, self.runtime)
         return batch.set("advantage", advantage.clamp(-self.bound, self.bound))

@@ -1,8 +1,8 @@
-"""Truncated importance sampling: what to do about replies that another engine has sampled.
+"""Truncated importance sampling: correct for replies that another engine sampled.
 
-An engine with kernels or a precision of its own samples from pi_gen, which is not quite the policy
-pi_old that the trainer computes for the same weights. The gradient is then corrected by importance
-weights w = pi_old / pi_gen, and PPO's ratio is taken to pi_old.
+With other kernels or precision an engine samples from pi_gen, which differs slightly from the
+trainer's pi_old for the same weights. Importance weights w = pi_old / pi_gen correct the gradient;
+PPO's ratio is to pi_old.
 Left out on purpose: rejecting whole groups; weights on the KL and value terms.
 """
 
@@ -29,11 +29,10 @@ def correction(
 ) -> tuple[Tensor, Tensor]:
     """Return the weight of each token and whether a bound changed it, both [B, T].
 
-    log_ratio = log pi_old - log pi_gen at the `sampled` tokens (bool), both [B, T]. w = exp of it
-    at level "token"; of its sum over the row, the same for all its tokens, at level "sequence".
-    mode "truncate": w clamped to [floor, limit] (truncated importance sampling); mode "mask": w
-    within [floor, limit], else 0 (the token or row is left out). `floor` None is 0 for truncation
-    and 1 / limit for masks.
+    log_ratio [B, T] = log pi_old - log pi_gen at the `sampled` tokens (bool [B, T]). w is the exp
+    of log_ratio at level "token", and of its sum over the row at level "sequence". mode "truncate"
+    clamps w to [floor, limit] (truncated importance sampling); mode "mask" sets w outside [floor,
+    limit] to 0. `floor` None is 0 for truncation and 1 / limit for masks.
 
     >>> sampled = torch.tensor([[True, True]])
     >>> log_ratio = torch.tensor([[2.0, 3.0]]).log()
@@ -55,7 +54,7 @@ def correction(
 
 
 class ImportanceSampling:
-    """Score the batch with the policy that learns, and weight the policy term by pi_old / pi_gen.
+    """Score the batch with the trained policy, and weight the policy term by pi_old / pi_gen.
 
     A verb of `after_rollout`. Writes old_log_probs.full and policy_weight [B, T], see `correction`,
     and logs policy/importance_limited; 0 <= `floor` <= 1 <= `limit`. Truncated: Yao et al. 2025

@@ -1,4 +1,4 @@
-"""The leash: the KL to the reference policy, charged once, in the reward or in the loss."""
+"""KL penalty to the reference policy, charged once: in the reward or in the loss."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from trainer.surrogates import token_ratio
 
 @dataclass(frozen=True)
 class Leash:
-    """Charge coeff * KL of each sampled token, at one place.
+    """Charge coeff * KL of each sampled token, in one place.
 
-    One object is handed to the advantage, which calls `charge_reward`, and to the objective, which
-    calls `loss_term`; `where` ("reward" or "loss") says which of the two acts. `estimator` is k1,
-    k2, k3, full or k3_ratio, the coefficient that of `controller`. A pair whose gradient is not
-    that of the KL (docs/kl.md) is a ValueError unless `allow_biased`.
+    Advantage (calls `charge_reward`) and objective (calls `loss_term`) share one object; `where`
+    ("reward" or "loss") selects which of the two acts. `estimator` is k1, k2, k3, full or k3_ratio;
+    `controller` sets the coefficient. ValueError for a pair whose gradient is not that of the KL
+    (docs/kl.md) unless `allow_biased`.
 
     k3_ratio is k3 times pi_curr / pi_gen, gradient and all: DeepSeek-V3.2 (arXiv 2512.02556) eq. 7.
 
@@ -47,30 +47,30 @@ class Leash:
 
     @property
     def coeff(self) -> float:
-        """Return the weight of the KL (nats) beside the reward, now."""
+        """Return the current weight of the KL (nats) relative to the reward."""
         return self.controller.coeff
 
     @property
     def needs_reference(self) -> bool:
-        """Return whether the update has to score the reference in the same pass."""
+        """Return whether the update must score the reference in the same pass."""
         return self.where == "loss" and self.estimator == "full"
 
     def charge_reward(self, batch: TensorDictBase) -> TensorDictBase:
-        """Write reward_kl, 0 unless the KL is charged here, and reward = reward_raw + reward_kl.
+        """Write reward_kl and reward = reward_raw + reward_kl.
 
-        reward_kl [B, T] is -coeff * KL at the kept tokens. kl_left [B] is the coefficient left to
-        the loss, for `check_charged`.
+        reward_kl [B, T] is -coeff * KL at the tokens of the loss mask, or 0 if the loss charges the
+        KL. kl_left [B] is the coefficient left to the loss, for `check_charged`.
         """
-        raw, here = batch.get("reward_raw"), self.where == "reward"  # [B, T]
+        raw, active = batch.get("reward_raw"), self.where == "reward"  # [B, T]
         charged = torch.zeros_like(raw)  # [B, T]
-        if here and self.coeff:
+        if active and self.coeff:
             charged = -self.coeff * self._measured(batch) * batch.get("loss_mask")
         batch.set("reward_kl", charged)
-        batch.set("kl_left", torch.full_like(raw[:, 0], 0.0 if here else self.coeff))
+        batch.set("kl_left", torch.full_like(raw[:, 0], 0.0 if active else self.coeff))
         return batch.set("reward", raw + charged)
 
     def loss_term(self, scores: Scores, batch: TensorDictBase) -> dict[str, Tensor]:
-        """Return coeff * KL [B, T] by its name, nothing unless the KL is charged here."""
+        """Return {"kl": coeff * KL [B, T]}, or {} unless the loss charges the KL."""
         if self.where != "loss" or self.coeff == 0:
             return {}
         if self.estimator == "full":
@@ -83,25 +83,25 @@ class Leash:
         term = kl_term(curr, ref, "k3" if weighted else self.estimator)
         if weighted:
             ratio = token_ratio(curr, batch.get(("log_probs", "full")))
-            # Of its gradient, r k3 + r (1 - exp(ref - curr)), the large parts cancel: left is this.
+            # The gradient r k3 + r (1 - exp(ref - curr)) without its large parts, which cancel.
             slope = (ratio * (curr - ref)).detach()
             term = (ratio * term).detach() + slope * (curr - curr.detach())
         return {"kl": self.coeff * term}
 
     def follow(self, metrics: Mapping[str, float], *, replies: int) -> None:
-        """Let the coefficient follow the KL of an iteration, if it is to.
+        """Update the coefficient by the KL of an iteration.
 
-        `replies` of all ranks; those that the task dropped have no KL.
+        `replies`: number on all ranks; dropped ones have no KL.
         """
-        kept = 1 - metrics.get("reward/dropped_fraction", 0.0)
+        judged = 1 - metrics.get("reward/dropped_fraction", 0.0)
         measured, share = metrics.get("kl/ref_sequence"), self.controller.k3_share
         if measured and share:
-            tokens = measured / metrics["kl/ref"]  # of a reply: both are means of one sum
+            tokens = measured / metrics["kl/ref"]  # per reply: both metrics are means of one sum
             measured += share * (metrics["kl/ref_k3"] * tokens - measured)
-        self.controller.follow(measured, sequences=round(replies * kept))
+        self.controller.follow(measured, sequences=round(replies * judged))
 
     def _measured(self, batch: TensorDictBase) -> Tensor:
-        """Return the estimate of the KL of each token from the stored log-probs, [B, T]."""
+        """Return the KL estimate of each token from the stored log-probs, [B, T]."""
         if batch.get("kl_penalty", None) is None:
             raise ValueError("kl.where=reward needs kl_penalty, found none; measure it")
         if self.estimator == "k1":
@@ -111,12 +111,9 @@ class Leash:
 
 
 def check_charged(batch: TensorDictBase, leash: Leash | None) -> None:
-    """Raise ValueError for a batch whose KL would be charged twice, or never.
-
-    `leash` is that of the objective, None where it has none.
-    """
+    """Raise ValueError if the objective's `leash` would charge the KL twice, or never."""
     left = batch.get("kl_left", None)  # [B]
-    due = left is not None and bool(left.any())  # the one wait for the device
+    due = left is not None and bool(left.any())  # the only wait for the device
     place, coeff = ("", 0.0) if leash is None else (leash.where, leash.coeff)
     twice = place == "loss" and coeff and left is not None and not due
     never = (due and place != "loss") or (place == "reward" and coeff and left is None)

@@ -1,7 +1,7 @@
-"""KL control: which KL may act where, and the one object that owns the coefficient of the leash.
+"""KL controllers, which set the coefficient of the KL penalty, and checks of the kl.* keys.
 
-`update` takes KL values in nats per sequence, unscaled, and returns the coefficient to use next.
-Only `AdaptiveKLController` speaks TorchRL's convention instead: it takes KL rewards, -coeff * KL.
+`update` takes unscaled KL values in nats per sequence and returns the next coefficient.
+`AdaptiveKLController` follows TorchRL's convention instead: it takes KL rewards, -coeff * KL.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 ESTIMATORS, PLACES = ("k1", "k2", "k3", "full", "k3_ratio"), ("loss", "reward")
-IN_THE_UPDATE = ("full", "k3_ratio")  # of the policy's own later log-probs: never in the reward
+IN_THE_UPDATE = ("full", "k3_ratio")  # need the trained policy's log-probs: never in the reward
 BIASED = {
     ("loss", "k1"): "its gradient in the loss is zero; use kl.estimator=full, k3_ratio, k2 or k3",
     ("reward", "k2"): "it has no KL gradient near the reference; use kl=reward (k1)",
@@ -18,13 +18,13 @@ BIASED = {
     ("reward", "k3_ratio"): "it is k3 there, at a ratio of 1; use kl=reward (k1)",
 }
 FOLLOWS = ("budget", "adaptive")  # controllers that steer the measured KL to kl.target
-MAX_ERROR = 0.2  # the relative error that a controller reacts to at most (Ziegler et al. 2019)
+MAX_ERROR = 0.2  # clip of the relative error (Ziegler et al. 2019)
 
 
 def check_place(where: str, estimator: str, *, allow_biased: bool = False) -> None:
     """Raise ValueError for an estimator whose gradient in this place is not that of the KL.
 
-    `allow_biased` lets all pass but full and k3_ratio in the reward, which nothing computes.
+    `allow_biased` allows them, except full and k3_ratio in the reward, which nothing computes.
     """
     if estimator not in ESTIMATORS or where not in PLACES:
         got = f"{estimator!r} and {where!r}"
@@ -35,8 +35,8 @@ def check_place(where: str, estimator: str, *, allow_biased: bool = False) -> No
         raise ValueError(pair if never else f"{pair}, or set kl.allow_biased=true")
 
 
-def faults_of(kl: Mapping[str, Any], *, replies: int) -> Iterator[str]:
-    """Yield what does not go together among the keys of `kl.*`; `replies` an iteration."""
+def find_faults(kl: Mapping[str, Any], *, replies: int) -> Iterator[str]:
+    """Yield messages on `kl.*` keys that contradict each other; `replies` per iteration."""
     if kl["refresh_decay"] and not kl["refresh_every"]:
         yield f"kl.refresh_decay={kl['refresh_decay']} needs kl.refresh_every, got 0; set it to 1"
     if kl["refresh_every"] and kl["reference"] is not None:
@@ -52,8 +52,8 @@ def faults_of(kl: Mapping[str, Any], *, replies: int) -> Iterator[str]:
         if kl[key] is None and steers in owners:
             yield f"kl.controller={steers} needs kl.{key}, got none; give kl.{key}=..."
         if kl[key] is not None and steers not in owners:
-            what = f"kl.{key} is for kl.controller={' or '.join(owners)}, got {steers}"
-            yield f"{what}; give kl.controller={owners[0]}, or leave kl.{key} out"
+            fault = f"kl.{key} is for kl.controller={' or '.join(owners)}, got {steers}"
+            yield f"{fault}; give kl.controller={owners[0]}, or leave kl.{key} out"
     if steers in FOLLOWS and not kl["measure"]:
         yield f"kl.controller={steers} follows the measured KL; set kl.measure=true"
     if steers == "adaptive" and kl["coeff"] == 0:
@@ -66,13 +66,13 @@ def faults_of(kl: Mapping[str, Any], *, replies: int) -> Iterator[str]:
 
 
 class KLControllerBase:
-    """Own the coefficient; subclasses decide how it follows the measured KL.
+    """Hold the coefficient; subclasses decide how it follows the measured KL.
 
-    With `model`, its attribute `kl_coef` is kept equal to the coefficient.
+    With `model`, its attribute `kl_coef` is set to the coefficient.
     """
 
-    takes_rewards = False  # whether `update` takes KL rewards, -coeff * KL, in place of KL values
-    k3_share = 0.0  # of the KL that it follows; the rest is k1
+    takes_rewards = False  # `update` takes KL rewards, -coeff * KL, not KL values
+    k3_share = 0.0  # share of k3 in the KL that it follows; the rest is k1
 
     def __init__(self, coeff: float, *, model: Any = None) -> None:
         if not 0 <= coeff < math.inf:
@@ -84,21 +84,21 @@ class KLControllerBase:
 
     @property
     def coef(self) -> float:
-        """Return the coefficient under TorchRL's name."""
+        """Return the coefficient (TorchRL's name)."""
         return self.coeff
 
     def update(self, kl_values: Sequence[float]) -> float:
-        """Return the next coefficient, given the KL (nats) of each sequence of an iteration.
+        """Return the next coefficient from the KL (nats) of each sequence of an iteration.
 
-        Without values a coefficient that follows the KL stays.
+        Without values, a coefficient that follows the KL stays.
         """
         raise NotImplementedError(f"{type(self).__name__} has no update: override it")
 
     def follow(self, kl: float | None, *, sequences: int) -> float:
-        """Return the next coefficient, given the mean KL (nats) of so many sequences.
+        """Return the next coefficient from the mean KL (nats) of this many sequences.
 
-        The loop calls it once an iteration: `update` reads no more than the mean of its values and
-        their number, the n of Ziegler et al. None is a KL that nobody measured.
+        The loop calls it once per iteration: `update` uses only the mean and the number of its
+        values, the n of Ziegler et al. None: the KL was not measured.
 
         >>> round(TargetKLController(0.1, target=6.0, horizon=10).follow(12.0, sequences=5), 6)
         0.11
@@ -108,11 +108,11 @@ class KLControllerBase:
         return self.update([-self.coeff * kl if self.takes_rewards else kl] * sequences)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs."""
+        """Return the state for a checkpoint."""
         return {"coeff": self.coeff}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where a checkpoint stopped."""
+        """Restore the state of a checkpoint."""
         self._set(float(state["coeff"]))
 
     def _set(self, coeff: float) -> float:
@@ -123,7 +123,7 @@ class KLControllerBase:
 
 
 class ConstantKLController(KLControllerBase):
-    """Keep the coefficient; by default it is the model's.
+    """Keep the coefficient constant; by default the model's `kl_coef`.
 
     >>> ConstantKLController(kl_coef=0.1).update([3.0])
     0.1
@@ -138,7 +138,7 @@ class ConstantKLController(KLControllerBase):
 
 
 class LinearKLController(KLControllerBase):
-    """Go from `coeff` in the first of `total` iterations to `end` in the last, whatever the KL.
+    """Change linearly from `coeff` in the first of `total` iterations to `end` in the last.
 
     >>> control = LinearKLController(0.2, end=0.0, total=3)
     >>> [control.coeff, control.update([]), control.update([]), control.update([])]
@@ -159,17 +159,17 @@ class LinearKLController(KLControllerBase):
         return self._set(self.start + (self.end - self.start) * share)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: how far the schedule is."""
+        """Return the state for a checkpoint: the number of iterations done."""
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where a checkpoint stopped; a prolonged run has a flatter slope from there."""
+        """Restore the state of a checkpoint; with a larger `total` the slope is flatter."""
         self.done = int(state["done"])
         self._at()
 
 
 class TargetKLController(KLControllerBase):
-    """Steer the KL towards `target` (nats per sequence).
+    """Multiply the coefficient to bring the KL to `target` (nats per sequence).
 
     n values with mean KL give coeff *= 1 + clip(KL / target - 1, +-0.2) * n / horizon: Ziegler et
     al. 2019 (arXiv 1909.08593), section 2.2, and their code: n is the batch size, so `horizon`
@@ -180,7 +180,7 @@ class TargetKLController(KLControllerBase):
     """
 
     def __init__(self, coeff: float, *, target: float, horizon: float, model: Any = None) -> None:
-        if not coeff > 0:  # from 0 it would never move
+        if not coeff > 0:  # 0 would stay 0
             raise ValueError(f"expected kl.coeff > 0 of a controller that multiplies, got {coeff}")
         super().__init__(coeff, model=model)
         self.target, self.horizon = float(target), float(horizon)
@@ -195,9 +195,9 @@ class TargetKLController(KLControllerBase):
 
 
 class AdaptiveKLController(TargetKLController):
-    """TorchRL's door to `TargetKLController`: `update` takes KL rewards, -coeff * KL.
+    """`TargetKLController` with TorchRL's convention: `update` takes KL rewards, -coeff * KL.
 
-    `target` is in the unit of the KL behind them.
+    `target` has the unit of that KL.
 
     >>> control = AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=10)
     >>> round(control.update([-0.1 * 12.0] * 5), 6)
@@ -212,25 +212,25 @@ class AdaptiveKLController(TargetKLController):
         super().__init__(init_kl_coef, target=target, horizon=horizon, model=model)
 
     def update(self, kl_values: Sequence[float]) -> float:
-        """Return the next coefficient, given KL rewards made with this one; none change nothing."""
+        """Return the next coefficient from KL rewards with the current one; stays without any."""
         return super().update([-value / self.coeff for value in kl_values])
 
 
 class BudgetKLController(KLControllerBase):
-    """Spend `target` nats a sequence: come to that KL soon, and end there.
+    """Bring the KL to `target` nats per sequence quickly and hold it there.
 
-    With e = clip(log(KL / target), +-1) of each iteration's mean KL, and s its slope, a mean
-    of its differences, half of it the last,
+    With e = clip(log(KL / target), +-1) of an iteration's mean KL, and s the exponential mean (0.5)
+    of its differences,
 
         level *= exp(0.07 e)    coeff = level exp(0.6 e + 2 s)
 
     a proportional-integral-derivative controller of log coeff (Stooke et al. 2020, arXiv
-    2007.03964, section 4, there of the coefficient itself). The level finds the price; the rest
-    damps it, since a policy follows a coefficient with a delay. In iterations, not in sequences: a
-    step of the optimiser moves the KL however many replies it is of.
+    2007.03964, section 4, there of the coefficient itself). The level finds the right coefficient;
+    the other terms damp oscillation, since the policy follows with a delay. Gains are per
+    iteration, not per sequence: an optimiser step moves the KL at any batch size.
 
-    The level starts at 1 / sqrt(2 target), where the best policy for rewards of standard deviation
-    1 is about `target` away, or at `coeff` if that is more, and stays within 100 times of it.
+    The level starts at 1 / sqrt(2 target), at which the best policy for rewards of standard
+    deviation 1 is about `target` away, or at `coeff` if larger, and stays within a factor of 100.
 
     >>> control = BudgetKLController(0.1, target=4.0)
     >>> round(control.coeff, 4), round(control.update([5.0, 7.0]), 4)  # e = log 1.5
@@ -248,10 +248,10 @@ class BudgetKLController(KLControllerBase):
 
     @property
     def k3_share(self) -> float:
-        """Return 2 t / (e^2t - 1), the share of k3 in what it follows, k1 + share (k3 - k1).
+        """Return 2 t / (e^2t - 1), the share in the KL it follows, k1 + share (k3 - k1).
 
-        The share of the least noise if one token carries the whole target t and its log-ratio is
-        normal. With any share the mean is the KL.
+        This share has the least noise if one token carries the full target t and its log-ratio is
+        normal. The mean is the KL at any share.
         """
         twice = min(2 * self.target, 700.0)
         return twice / math.expm1(twice)
@@ -270,11 +270,11 @@ class BudgetKLController(KLControllerBase):
         return self._set(self.level * math.exp(self.ERROR * error + self.SLOPE * self.slope))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: the level, the last error and its slope too."""
+        """Return the state for a checkpoint."""
         return {"coeff": self.coeff, "level": self.level, "last": self.last, "slope": self.slope}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where a checkpoint stopped."""
+        """Restore the state of a checkpoint."""
         super().load_state_dict(state)
         self.level, self.last, self.slope = state["level"], state["last"], state["slope"]
 
@@ -288,7 +288,7 @@ def make_kl_controller(
     end: float | None = None,
     total: int = 1,
 ) -> KLControllerBase:
-    """Return the controller "constant", "budget", "adaptive" (need target) or "linear" (end).
+    """Return the controller: constant, budget or adaptive (with target), or linear (with end).
 
     target in nats per sequence, horizon in sequences, total in iterations.
     """
@@ -305,7 +305,7 @@ def make_kl_controller(
 
 
 def floats(values: Sequence[float]) -> list[float]:
-    """Return the values as plain numbers; one not finite is a ValueError."""
+    """Return the values as floats; ValueError unless all are finite."""
     out = [float(value) for value in values]
     if not all(map(math.isfinite, out)):
         raise ValueError(f"expected finite KL values, got {out}")

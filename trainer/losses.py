@@ -1,9 +1,8 @@
-"""The per-token maths of the losses: pure functions, [B, T] in and [B, T] out, nothing reduced.
+"""Per-token terms of the losses: pure functions of [B, T] tensors, without reduction.
 
-A loss is sum(weight * term): `token_weights` holds the only division there is. curr, gen, ref are
-log-probs [B, T] of the policy being trained, of the policy that generated, and of the frozen
-reference; all KL values are in nats. The exact KL stands where the logits are, in
-policies/token_distribution.py, the policy terms in surrogates.py.
+A loss is sum(weight * term); only `token_weights` divides. curr, gen, ref are log-probs [B, T] of
+the trained policy, the generating policy and the frozen reference; KL values are in nats. The exact
+KL is in policies/token_distribution.py, next to the logits; policy terms are in surrogates.py.
 Left out on purpose: logging, masks on the terms (a weight of 0 is the mask).
 """
 
@@ -33,8 +32,8 @@ def value_term(
 ) -> Tensor:
     """Return max(d(V, R), d(clip(V, old +- clip), R)); without a clip d(V, R).
 
-    d is (V - R)^2 / 2. The clipped form is that of the PPO implementations, not of the paper: once
-    V is `clip` away from what it was at sampling, towards R, its gradient stops.
+    d is (V - R)^2 / 2. The clipped form is that of PPO implementations, not of the paper: the
+    gradient stops once V has moved by `clip` from its value at sampling, towards R.
 
     >>> value_term(torch.tensor(1.0), torch.tensor(0.0), torch.tensor(2.0), 0.5).item()
     1.125
@@ -47,14 +46,13 @@ def value_term(
 
 
 def kl_term(curr: Tensor, ref: Tensor, estimator: str) -> Tensor:
-    """Return the estimate of KL(curr || ref) of each token, sampled from curr.
+    """Return the estimate of KL(curr || ref) at each token sampled from curr.
 
     k1 = curr - ref, k2 = (curr - ref)^2 / 2, k3 = exp(d) - d - 1 with d = ref - curr (Schulman
     2020, "Approximating KL divergence"; k3 is GRPO's, arXiv 2402.03300 eq. 4). As terms of a loss,
-    the visited states held fixed, their expected gradients are: k1 zero, k2 that of
-    KL(curr || ref), k3 that of KL(ref || curr). In k3, d is clamped at 20 from above (where it
-    overflows), without a gradient beyond; a token that the reference finds unlikely (d below -20)
-    is still pulled back.
+    with fixed states, their expected gradients are: k1 zero, k2 that of KL(curr || ref), k3 that of
+    KL(ref || curr). In k3, d is clamped at 20 from above (exp overflows), without a gradient
+    beyond; tokens with d below -20, unlikely under the reference, keep their gradient.
 
     >>> [round(kl_term(torch.tensor(-1.0), torch.tensor(-2.0), k).item(), 4) for k in ("k1", "k3")]
     [1.0, 0.3679]
@@ -70,10 +68,11 @@ def kl_term(curr: Tensor, ref: Tensor, estimator: str) -> Tensor:
 
 
 def minor_sft_term(curr: Tensor, ref: Tensor, mask: Tensor, beta: float) -> Tensor:
-    """Return -2 / (beta m) log sigmoid(beta D) at each token, D = sum of curr - ref over a row's m.
+    """Return -2 / (beta m) log sigmoid(beta D) at each token.
 
-    Its gradient is that of -log pi times 2 sigmoid(-beta D): SFT's at the reference, less the
-    further a row is above it. MinorSFT, Xie et al. 2024 (arXiv 2408.10642).
+    D is the sum of curr - ref over the m tokens of a row. The gradient is that of -log pi times
+    2 sigmoid(-beta D): SFT's where D = 0, smaller the further a row is above the
+    reference. MinorSFT, Xie et al. 2024 (arXiv 2408.10642).
 
     >>> curr, mask = torch.zeros(1, 2, requires_grad=True), torch.ones(1, 2)
     >>> (minor_sft_term(curr, torch.zeros(1, 2), mask, beta=0.1) / 2).sum().backward()
@@ -93,10 +92,10 @@ def token_weights(
     total_rows: Tensor | int,
     max_tokens: int = 1,
 ) -> Tensor:
-    """Return what each token counts in one optimiser step, [B, T] float32; 0 outside the mask.
+    """Return the weight of each token in one optimiser step, [B, T] float32; 0 outside the mask.
 
-    `total_tokens` and `total_rows` (rows with at least one token) are over the whole step, on all
-    ranks, so nobody divides again. token_mean: 1 / total_tokens (DAPO, arXiv 2503.14476 eq. 8,
+    `total_tokens` and `total_rows` (rows with at least one token) are totals of the step over all
+    ranks, so no other function divides. token_mean: 1 / total_tokens (DAPO, arXiv 2503.14476 eq. 8,
     there of one prompt). sequence_mean: 1 / (total_rows * tokens of the row) (GRPO, arXiv
     2402.03300 eq. 3). constant: 1 / (total_rows * max_tokens) (Dr. GRPO, arXiv 2503.20783 section
     3.2), the only one that does not sum to 1.
@@ -127,52 +126,52 @@ def standardise(values: Tensor, *, floor: float = STD_FLOOR) -> Tensor:
     return (values - mean) / spread(values, floor=floor)
 
 
-def spread(values: Tensor, kept: Tensor | None = None, *, floor: float = STD_FLOOR) -> Tensor:
-    """Return the unbiased std + floor of the kept values of the last dimension, which is then 1.
+def spread(values: Tensor, mask: Tensor | None = None, *, floor: float = STD_FLOOR) -> Tensor:
+    """Return the unbiased std + floor of the masked values over the last dimension, kept as 1.
 
-    A single one has no spread: floor.
+    A single value gives floor.
     """
-    kept = torch.ones_like(values, dtype=torch.bool) if kept is None else kept
-    squares = (values - group_mean(values, kept)).square() * kept
-    others = (kept.sum(-1, keepdim=True) - 1).clamp(min=1)
+    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    squares = (values - group_mean(values, mask)).square() * mask
+    others = (mask.sum(-1, keepdim=True) - 1).clamp(min=1)
     return (squares.sum(-1, keepdim=True) / others).sqrt() + floor
 
 
-def group_mean(total: Tensor, kept: Tensor) -> Tensor:
-    """Return the group mean of the kept rows, for each row; [P, G] in and out.
+def group_mean(total: Tensor, mask: Tensor) -> Tensor:
+    """Return the group mean of the masked rows, for each row; [P, G] in and out.
 
-    In float64, in which the mean of equal float32 values is that value: a rounding error would be
-    an advantage, and after a division by the floor of the spread a whole step of Adam.
+    In float64, where the mean of equal float32 values is exactly that value: a rounding error
+    divided by the floor of the spread would become a full step of Adam.
 
     >>> group_mean(torch.full((1, 8), 0.7), torch.ones(1, 8, dtype=torch.bool))[0, 0].item() == (
     ...     torch.tensor(0.7).item()
     ... )
     True
     """
-    size = kept.sum(-1, keepdim=True).clamp(min=1)
-    own = in_float64(total)
-    mean = (own * kept.to(own.device)).sum(-1, keepdim=True) / size.to(own.device)
+    size = mask.sum(-1, keepdim=True).clamp(min=1)
+    exact = in_float64(total)
+    mean = (exact * mask.to(exact.device)).sum(-1, keepdim=True) / size.to(exact.device)
     return mean.to(total).expand_as(total)
 
 
-def leave_one_out(total: Tensor, kept: Tensor) -> Tensor:
-    """Return the group mean of the other kept rows, [P, G] in and out; a lone row gets its own.
+def leave_one_out(total: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of the group's other masked rows, [P, G]; a single row gets its own value.
 
     RLOO, Ahmadian et al. 2024 (arXiv 2402.14740) section 2.3.
 
     >>> leave_one_out(torch.tensor([[1.0, 2.0, 6.0]]), torch.tensor([[True, True, True]])).tolist()
     [[4.0, 3.5, 1.5]]
     """
-    others = kept.sum(-1, keepdim=True) - kept.int()
-    own = in_float64(total * kept)  # as in group_mean
-    mean = (own.sum(-1, keepdim=True) - own) / others.clamp(min=1).to(own.device)
+    others = mask.sum(-1, keepdim=True) - mask.int()
+    exact = in_float64(total * mask)  # as in group_mean
+    mean = (exact.sum(-1, keepdim=True) - exact) / others.clamp(min=1).to(exact.device)
     return torch.where(others > 0, mean.to(total), total)
 
 
-BASELINES = {  # what a total is compared with: totals and which are kept, [P, G] in and out
+BASELINES = {  # functions of totals and row mask, [P, G] in and out
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
-    "none": lambda total, kept: torch.zeros_like(total),
+    "none": lambda total, mask: torch.zeros_like(total),
 }
 
 
@@ -186,17 +185,17 @@ def group_advantage(
     scale: Callable[[Tensor, Tensor], Tensor] | None = spread,
     credit: str = "trajectory",
 ) -> Tensor:
-    """Return A = (R - baseline R) / scale + (K - baseline K) at the kept tokens, else 0, [B, T].
+    """Return A = (R - baseline R) / scale + (K - baseline K) at loss tokens, else 0, [B, T].
 
     reward and reward_kl [B, T] are the task and the KL reward of each token, R and K their sums
-    over a trajectory; a group is G adjacent rows, less those without a kept token, which enter
-    neither baseline nor scale. `scale` maps R and which rows are kept [P, G] to a divisor [P, 1]
-    (None: 1); K is never scaled, so the KL coefficient keeps its meaning, and a group of equal R is
-    left with its K part. GRPO: Shao et al. 2024 (arXiv 2402.03300) section 4.1.2.
+    over a trajectory; a group is G adjacent rows. Rows without loss tokens enter neither baseline
+    nor scale. `scale` maps R and row mask [P, G] to a divisor [P, 1] (None: 1). K is never scaled,
+    so the KL coefficient keeps its meaning, and a group of equal R has its K part only.
+    GRPO: Shao et al. 2024 (arXiv 2402.03300) section 4.1.2.
 
-    credit="return_to_go" puts the sums from token t on in the place of R and K, with the same
-    baseline and scale: past rewards are not credited to a token, and the first token gets what
-    every token gets under "trajectory".
+    credit="return_to_go" replaces R and K by the sums from token t on, with the same baseline and
+    scale: tokens get no credit for past rewards, and the first token gets the advantage that every
+    token gets under "trajectory".
 
     >>> reward = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     >>> mask = torch.ones(2, 2, dtype=torch.bool)
@@ -205,18 +204,18 @@ def group_advantage(
     """
     if group_size < 2 and (baseline != "none" or scale is not None):
         raise ValueError(f"a group baseline needs group_size >= 2, got {group_size}")
-    kept = loss_mask.any(-1).view(-1, group_size)  # [P, G]
-    task = _above(reward, kept, baseline, credit)
+    rows = loss_mask.any(-1).view(-1, group_size)  # [P, G]
+    task = _above(reward, rows, baseline, credit)
     if scale is not None:
-        divisor = scale(reward.sum(-1).view_as(kept), kept)  # [P, 1]
+        divisor = scale(reward.sum(-1).view_as(rows), rows)  # [P, 1]
         task = task / divisor.repeat_interleave(group_size, 0)
-    return (task + _above(reward_kl, kept, baseline, credit)) * loss_mask
+    return (task + _above(reward_kl, rows, baseline, credit)) * loss_mask
 
 
-def _above(reward: Tensor, kept: Tensor, baseline: str, credit: str) -> Tensor:
-    """Return the credited reward less the baseline of its row, [B, 1] or [B, T]."""
+def _above(reward: Tensor, rows: Tensor, baseline: str, credit: str) -> Tensor:
+    """Return the credited reward minus the baseline of its row, [B, 1] or [B, T]."""
     total = reward.sum(-1, keepdim=True)  # [B, 1]
-    expected = BASELINES[baseline](total.view_as(kept), kept).reshape(-1, 1)
+    expected = BASELINES[baseline](total.view_as(rows), rows).reshape(-1, 1)
     if credit == "return_to_go":
         total = reward.flip(-1).cumsum(-1).flip(-1)  # [B, T]
     elif credit != "trajectory":

@@ -1,8 +1,8 @@
-"""What a batch of trajectories says, reduced over ranks. Names and formulas: docs/metrics.md.
+"""Metrics of a batch, reduced over ranks. Names and formulas: docs/metrics.md.
 
-Every mean is a sum over rows or kept tokens divided by their number on all ranks. Rewards and
-kl/ref_sequence leave out the rows that the task dropped, a reward part those that it does not fit.
-The KL is over all sampled tokens: filters of the loss mask do not shorten the leash.
+A mean is a sum over rows or tokens divided by their number on all ranks. Rewards and
+kl/ref_sequence exclude dropped rows; a reward part excludes rows to which it does not apply. The KL
+is over all sampled tokens, also those that filters remove from the loss mask.
 """
 
 import math
@@ -17,16 +17,16 @@ from trainer.losses import kl_term
 from trainer.runtime import Runtime
 
 PER_TOKEN = ("kl/ref", "kl/ref_k3")
-PER_KEPT_ROW = ("reward/mean", "reward/raw_mean", "square", "kl/ref_sequence")
+PER_JUDGED_ROW = ("reward/mean", "reward/raw_mean", "square", "kl/ref_sequence")
 
 
 def summarize(batch: TensorDictBase, runtime: Runtime) -> dict[str, float]:
     """Return the metrics of an iteration's batch (before the update)."""
     mask, out = batch.get("loss_mask"), dict[str, float]()  # [B, T]
     response = batch.get(("masks", "all_response_mask"), mask)
-    sampled = response & kept_rows(batch).unsqueeze(-1)
+    sampled = response & judged_rows(batch).unsqueeze(-1)
     sums = {"rows": float(mask.shape[0]), "tokens": float(sampled.sum())}
-    sums["kept"] = float(kept_rows(batch).sum())
+    sums["judged"] = float(judged_rows(batch).sum())
     if "reward_raw" in batch:
         _rewards(batch, sums)
     if "kl_penalty" in batch:
@@ -37,10 +37,10 @@ def summarize(batch: TensorDictBase, runtime: Runtime) -> dict[str, float]:
         sums[name] = float((value * sampled if value.ndim == 2 else value).sum())
     if "returns" in batch:
         fit = return_sums(batch.get("returns"), batch.get("value"), mask)
-        out["value/explained_variance"] = explained_variance(runtime.sums(fit))
+        out["value/explained_variance"] = explained_variance(runtime.all_reduce_sum(fit))
     length = response.sum(-1).float()  # [B]
     sums["response/length_mean"] = float(length.sum())
-    out |= _means(runtime.sums(sums), per_token)
+    out |= _means(runtime.all_reduce_sum(sums), per_token)
     if "square" in out:
         variance = max(out.pop("square") - out["reward/raw_mean"] ** 2, 0.0)
         out["reward/std"] = variance**0.5
@@ -48,43 +48,43 @@ def summarize(batch: TensorDictBase, runtime: Runtime) -> dict[str, float]:
         flat, compared = out.pop("flat"), out.pop("groups")
         if compared:
             out["group/zero_variance_fraction"] = flat / compared
-    return out | runtime.maxima({"response/length_max": float(length.max())})
+    return out | runtime.all_reduce_max({"response/length_max": float(length.max())})
 
 
-def kept_rows(batch: TensorDictBase) -> Tensor:
-    """Return which rows the task did not drop, [B]."""
+def judged_rows(batch: TensorDictBase) -> Tensor:
+    """Return the mask of rows that the task did not drop, [B]."""
     dropped = batch.get("dropped", None)
     every = torch.ones_like(batch.get("loss_mask")[:, 0], dtype=torch.bool)
     return every if dropped is None else ~dropped
 
 
 def _means(total: dict[str, float], per_token: list[str]) -> dict[str, float]:
-    """Return sums divided by what they are over; what is over nothing has no mean."""
-    rows, kept, tokens = (total.pop(name) for name in ("rows", "kept", "tokens"))
+    """Return sums divided by their counts, without those over nothing."""
+    rows, judged, tokens = (total.pop(name) for name in ("rows", "judged", "tokens"))
     over = dict.fromkeys(total, rows) | dict.fromkeys(per_token, tokens)
-    over |= dict.fromkeys(PER_KEPT_ROW, kept) | {"reward/errors": 1.0}
+    over |= dict.fromkeys(PER_JUDGED_ROW, judged) | {"reward/errors": 1.0}
     for name in [name for name in total if name.startswith("fits ")]:
         over[name.removeprefix("fits ")] = total.pop(name)
     return {name: value / over[name] for name, value in total.items() if over[name]}
 
 
 def _rewards(batch: TensorDictBase, sums: dict[str, float]) -> None:
-    kept = kept_rows(batch)
-    raw = in_float64(batch.get("reward_raw").sum(-1)[kept])  # [K]
+    judged = judged_rows(batch)
+    raw = in_float64(batch.get("reward_raw").sum(-1)[judged])  # [K]
     sums["reward/raw_mean"] = float(raw.sum())
     sums["square"] = float((raw**2).sum())
-    sums["reward/mean"] = float(batch.get("reward").sum(-1)[kept].sum())
+    sums["reward/mean"] = float(batch.get("reward").sum(-1)[judged].sum())
     parts = batch.get("reward_part", None)
     for name, value in () if parts is None else parts.items():
-        fits = kept & ~value.isnan()
+        fits = judged & ~value.isnan()
         sums[f"reward_part/{name}"] = float(value[fits].sum())
         sums[f"fits reward_part/{name}"] = float(fits.sum())
     if "reward_errors" in batch:
         sums["reward/errors"] = float(batch.get("reward_errors").sum())
-        sums["reward/dropped_fraction"] = float((~kept).sum())
+        sums["reward/dropped_fraction"] = float((~judged).sum())
     sums["response/truncated_fraction"] = float(batch.get("truncated").sum())
     rows, idle = groups(batch.get("group_id")), idle_groups(batch).tolist()
-    flat = [i for g, i in zip(rows, idle, strict=True) if len(g) > 1 and bool(kept[g].all())]
+    flat = [i for g, i in zip(rows, idle, strict=True) if len(g) > 1 and bool(judged[g].all())]
     sums["groups"], sums["flat"] = float(len(flat)), float(sum(flat))
 
 
@@ -96,7 +96,7 @@ def _kl(batch: TensorDictBase, mask: Tensor, sums: dict[str, float]) -> None:
 
 
 def idle_groups(batch: TensorDictBase) -> Tensor:
-    """Return which groups teach nothing, [P] bool: their kept rows, if any, have one task reward.
+    """Return the mask of idle groups, [P] bool: rows with loss tokens have equal task rewards.
 
     >>> from tensordict import TensorDict
     >>> td = TensorDict({"group_id": torch.tensor([5, 5, 2, 2])}, [4])
@@ -105,21 +105,21 @@ def idle_groups(batch: TensorDictBase) -> Tensor:
     [True, False]
     """
     reward = batch.get("reward_raw").sum(-1).tolist()  # [B]
-    kept = batch.get("loss_mask").any(-1).tolist()  # [B]
+    learnt = batch.get("loss_mask").any(-1).tolist()  # [B]
     rows = groups(batch.get("group_id"))
-    idle = [len({reward[i] for i in row if kept[i]}) < 2 for row in rows]
+    idle = [len({reward[i] for i in row if learnt[i]}) < 2 for row in rows]
     return torch.tensor(idle, dtype=torch.bool)
 
 
 def return_sums(returns: Tensor, value: Tensor, mask: Tensor) -> dict[str, float]:
-    """Return the sums over kept tokens that `explained_variance` needs; add them over ranks."""
+    """Return the sums over masked tokens that `explained_variance` needs; add them over ranks."""
     y, error = in_float64(returns[mask]), in_float64((returns - value)[mask])
     numbers = torch.stack([y.sum(), (y**2).sum(), error.sum(), (error**2).sum()]).tolist()
     return {"count": float(len(y)), **dict(zip(("y", "yy", "e", "ee"), numbers, strict=True))}
 
 
 def explained_variance(sums: dict[str, float]) -> float:
-    """Return 1 - Var(returns - value) / Var(returns); NaN where the returns do not vary.
+    """Return 1 - Var(returns - value) / Var(returns); NaN if the returns are constant.
 
     >>> y, v = torch.tensor([[0.0, 2.0]]), torch.tensor([[0.5, 1.5]])
     >>> explained_variance(return_sums(y, v, y >= 0))
@@ -128,5 +128,5 @@ def explained_variance(sums: dict[str, float]) -> float:
     count = max(sums["count"], 1.0)
     total = sums["yy"] / count - (sums["y"] / count) ** 2
     left = sums["ee"] / count - (sums["e"] / count) ** 2
-    floor = 1e-12 * sums["yy"] / count  # what rounding leaves of equal returns
+    floor = 1e-12 * sums["yy"] / count  # rounding error of equal returns
     return 1 - left / total if total > floor else math.nan

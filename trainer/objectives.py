@@ -1,7 +1,7 @@
-"""Objectives: per-token loss terms, to be weighted and summed once, in trainer/update.py.
+"""Objectives: per-token loss terms, which trainer/update.py weights and sums.
 
-An objective maps (scores, batch) to `Terms` and never averages: `weight` [B, T] does that. It says
-which keys of the batch it `reads` beside those that the update hands to the scorer.
+An objective maps (scores, batch) to `Terms` and never averages: `weight` [B, T] does that. `reads`
+lists its keys of the batch, in addition to those that the update passes to the scorer.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from policies.scorer import Scores
 from trainer.batch import reads
 from trainer.kl import Leash
 from trainer.losses import half_square, kl_term, minor_sft_term, value_term
-from trainer.surrogates import DIVERGENCES, RATIOS, SURROGATES, Bounds
+from trainer.surrogates import DIVERGENCES, RATIOS, SURROGATES, ClipRange
 
-STEP, MOST = 0.005, 1.0  # of the entropy coefficient: an iteration's step, and its bound
+STEP, MAX_COEFF = 0.005, 1.0  # of the entropy coefficient, per iteration and in all
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Per-token [B, T]: losses (already scaled by their coefficient) and what is worth logging."""
+    """Per-token [B, T] losses (scaled by their coefficients) and values to log."""
 
     loss: dict[str, Tensor]
     means: dict[str, Tensor] = field(default_factory=dict)  # averaged over the loss mask
@@ -31,7 +31,7 @@ class Terms:
 
 
 class Objective(Protocol):
-    """What the update asks of an objective; `leash` is None where no KL is charged."""
+    """Interface of an objective; `leash` is None if it charges no KL."""
 
     reads: tuple[NestedKey, ...]
     leash: Leash | None
@@ -40,14 +40,14 @@ class Objective(Protocol):
 
 
 class GRPOObjective:
-    """Policy gradient, and the leash where it acts in the loss (GRPO eq. 3, arXiv 2402.03300).
+    """Policy gradient, with the KL penalty if charged in the loss (GRPO eq. 3, arXiv 2402.03300).
 
     `ratio` and `surrogate` name parts of trainer/surrogates.py, `clip_*`, `*_bound` their bounds;
-    the default is the clipped gradient of PPO and GRPO. Which makes which paper: docs/algorithms.md
+    the default is the clipped surrogate of PPO and GRPO. Settings of papers: docs/algorithms.md
 
-    The ratio is to old_log_probs.full where the batch has them (another engine has sampled), else
-    to the log_probs.full of who sampled; policy_weight is a factor of the policy term. Masks are of
-    the distance from who sampled.
+    The ratio is to old_log_probs.full if the batch has them (another engine sampled), else to the
+    generator's log_probs.full; policy_weight is a factor of the policy term. Masks use the distance
+    from the generator.
     """
 
     reads = (*Leash.learnt, *reads("advantage", ("old_log_probs", "full"), "policy_weight"))
@@ -64,7 +64,7 @@ class GRPOObjective:
         surrogate: str = "clip",
         leash: Leash,
     ) -> None:
-        self.bounds = Bounds(clip_low, clip_high, dual_clip, tv_bound, kl_bound)
+        self.bounds = ClipRange(clip_low, clip_high, dual_clip, tv_bound, kl_bound)
         self.ratio, self.divergence = RATIOS[ratio], DIVERGENCES.get(surrogate)
         self.term, self.clipped = SURROGATES[surrogate]
         self.leash = leash
@@ -75,10 +75,10 @@ class GRPOObjective:
         mask = batch.get("loss_mask")  # [B, T]
         advantage, old = batch.get("advantage"), batch.get(("old_log_probs", "full"), gen)
         moved = self.ratio(curr, old, mask)  # [B, T]
-        given = (curr, gen, moved, advantage, self.bounds)
-        loss = {"policy": self.term(*given) * batch.get("policy_weight", 1.0)}  # [B, T]
+        inputs = (curr, gen, moved, advantage, self.bounds)
+        loss = {"policy": self.term(*inputs) * batch.get("policy_weight", 1.0)}  # [B, T]
         with torch.no_grad():
-            clipped = self.clipped(*given)  # [B, T]
+            clipped = self.clipped(*inputs)  # [B, T]
             means = {
                 "kl/behaviour": gen - curr,
                 "kl/behaviour_k3": kl_term(gen, curr, "k3"),
@@ -99,7 +99,7 @@ class GRPOObjective:
 class PPOObjective(GRPOObjective):
     """Clipped policy gradient and the critic's squared error (PPO, arXiv 1707.06347 eq. 9).
 
-    `value_clip` None does not clip the value; `distance` is half the square unless it is given.
+    `value_clip=None` does not clip the value; `distance` is half the square by default.
     """
 
     reads = (*GRPOObjective.reads, *reads("value", "returns"))
@@ -119,7 +119,7 @@ class PPOObjective(GRPOObjective):
         """Return the terms of a micro-batch."""
         terms = super().__call__(scores, batch)
         value, old, returns = scores.values, batch.get("value"), batch.get("returns")
-        assert value is not None, "GAEAdvantage asks for a critic"
+        assert value is not None, "GAEAdvantage needs a critic"
         term = value_term(value, old, returns, self.value_clip, self.distance)
         terms.loss["value"] = self.value_coeff * term
         if self.value_clip is not None:
@@ -129,7 +129,7 @@ class PPOObjective(GRPOObjective):
 
 
 class SFTObjective:
-    """Negative log-likelihood of the learnt tokens."""
+    """Negative log-likelihood of the tokens of the loss mask."""
 
     leash, reads = None, ()
 
@@ -140,9 +140,9 @@ class SFTObjective:
 
 
 class MinorSFTObjective:
-    """Imitation that slows down where a row is above the reference (MinorSFT, arXiv 2408.10642).
+    """SFT with smaller gradients for rows above the reference (MinorSFT, arXiv 2408.10642).
 
-    The reference is that of `ReferenceLogProbs`.
+    `ReferenceLogProbs` writes the reference log-probs.
     """
 
     leash, reads = None, reads(("ref_log_probs", "full"))
@@ -160,11 +160,11 @@ class MinorSFTObjective:
 
 
 class EntropyBonus:
-    """Add -coeff * entropy of the policy being trained to the loss of each token.
+    """Add -coeff * entropy of the trained policy to the loss of each token.
 
-    With `target` (nats per token) the coefficient is steered, after Skywork-OR1 (arXiv 2505.22312):
-    an iteration whose entropy is at most the target adds 0.005, one above subtracts it, within
-    [0, 1]; above the target no bonus is paid.
+    With `target` (nats per token) the coefficient adapts as in Skywork-OR1 (arXiv 2505.22312): an
+    iteration with an entropy of at most the target adds 0.005, one above it subtracts 0.005, within
+    [0, 1]; above the target the bonus is 0.
 
     >>> bonus = EntropyBonus(0.01, target=1.0)
     >>> [round(bonus.update(entropy), 3) for entropy in (0.8, 0.9, 1.2, 0.7)]
@@ -172,33 +172,33 @@ class EntropyBonus:
     """
 
     def __init__(self, coeff: float = 0.0, *, target: float | None = None) -> None:
-        self.steered, self.target = coeff, target
-        self.pays = True  # whether the last entropy was at most the target
+        self.adaptive_coeff, self.target = coeff, target
+        self.active = True  # the last entropy was at most the target
 
     @property
     def coeff(self) -> float:
-        """Return the weight of the entropy now."""
-        return self.steered if self.pays else 0.0
+        """Return the current coefficient."""
+        return self.adaptive_coeff if self.active else 0.0
 
     def __call__(self, scores: Scores) -> dict[str, Tensor]:
-        """Return the loss term [B, T] by its name, none at coefficient 0."""
+        """Return {"entropy": loss term [B, T]}, or {} at coefficient 0."""
         if self.coeff == 0:
             return {}
         assert scores.entropy is not None
         return {"entropy": -self.coeff * scores.entropy}
 
     def update(self, entropy: float) -> float:
-        """Return the next coefficient, given the entropy of this iteration (nats per token)."""
+        """Return the next coefficient from the entropy of this iteration (nats per token)."""
         if self.target is not None:
-            self.pays = entropy <= self.target
-            moved = self.steered + (STEP if self.pays else -STEP)
-            self.steered = min(max(moved, 0.0), MOST)
+            self.active = entropy <= self.target
+            moved = self.adaptive_coeff + (STEP if self.active else -STEP)
+            self.adaptive_coeff = min(max(moved, 0.0), MAX_COEFF)
         return self.coeff
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs."""
-        return {"coeff": self.steered, "pays": self.pays}
+        """Return the state for a checkpoint."""
+        return {"coeff": self.adaptive_coeff, "pays": self.active}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where a checkpoint stopped."""
-        self.steered, self.pays = float(state["coeff"]), bool(state["pays"])
+        """Restore the state of a checkpoint."""
+        self.adaptive_coeff, self.active = float(state["coeff"]), bool(state["pays"])

@@ -1,6 +1,6 @@
-"""Who watches a run: the terminal, trackers, the report, the diagnosis. The loop knows no more.
+"""Interface of observers: terminal, trackers, report, diagnosis.
 
-Rank 0 alone has observers. What they raise ends the run: one that may fail keeps that to itself.
+Only rank 0 has observers. Their exceptions end the run: an observer that may fail catches its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,51 +9,51 @@ from typing import Any
 
 
 class Observer:
-    """Hear what happens in a run; a subclass overrides what it has a use for."""
+    """Receive the events of a run; a subclass overrides the methods it needs."""
 
     def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
-        """Go on from `iteration`; `text` says from where.
+        """Resume after `iteration`; `text` describes the checkpoint.
 
-        `again`: its metrics will be logged once more. `seconds`: what the run has taken so far.
+        `again`: the metrics of `iteration` will be logged again. `seconds`: run time so far.
         """
 
     def begin(self) -> None:
-        """Start, or go on."""
+        """Start or resume the run."""
 
-    def evaluating(self, what: str, share: float, *, last: bool) -> None:
-        """Hear what goes on, "evaluating ...", and which share of it (0 to 1) is done."""
+    def evaluating(self, label: str, share: float, *, last: bool) -> None:
+        """Show the progress of an evaluation: a label and the share done, 0 to 1."""
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        """Take the metrics of a finished iteration; 0 is the evaluation before training."""
+        """Record the metrics of a finished iteration; 0: the evaluation before training."""
 
     def replies(self, rows: Sequence[dict[str, Any]], iteration: int, *, kind: str) -> None:
-        """Take transcripts (trainer/transcripts.py) of kind train, before, eval or after."""
+        """Record transcripts (trainer/transcripts.py) of kind train, before, eval or after."""
 
     def say(self, text: str, *, style: str = "") -> None:
-        """Tell people at the terminal."""
+        """Print a message to the terminal."""
 
     def alert(self, title: str, text: str, *, error: bool = False) -> None:
-        """Tell people who are not at the terminal."""
+        """Send a notification, for people away from the terminal."""
 
     def stopping(self) -> None:
-        """Hear, in a signal handler, that a stop was asked for."""
+        """Handle a stop signal; called in the signal handler."""
 
     def end(self, state: str, *, saved: int | None) -> None:
         """End as finished, preempted or failed; `saved`: iterations in the newest checkpoint."""
 
 
-def _tell(name: str) -> Any:
-    """Return a method that calls the same one of each observer."""
+def _broadcast(name: str) -> Any:
+    """Return a method that calls the method `name` of each observer."""
 
-    def tell(self: "Observers", *args: Any, **kwargs: Any) -> None:
+    def broadcast(self: "Observers", *args: Any, **kwargs: Any) -> None:
         for observer in self.each:
             getattr(observer, name)(*args, **kwargs)
 
-    return tell
+    return broadcast
 
 
 class Observers(Observer):
-    """Tell several observers, in their order.
+    """Pass each event to several observers, in order.
 
     >>> class Printer(Observer):
     ...     def log(self, metrics, iteration):
@@ -67,10 +67,10 @@ class Observers(Observer):
         self.each = each
 
     resume, begin, evaluating, log, replies, say, alert, stopping = map(
-        _tell, ("resume", "begin", "evaluating", "log", "replies", "say", "alert", "stopping")
+        _broadcast, ("resume", "begin", "evaluating", "log", "replies", "say", "alert", "stopping")
     )
 
     def end(self, state: str, *, saved: int | None) -> None:
-        with ExitStack() as stack:  # all of them end, also if one fails
+        with ExitStack() as stack:  # all end, even if one fails
             for observer in reversed(self.each):
                 stack.callback(observer.end, state, saved=saved)

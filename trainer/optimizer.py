@@ -1,7 +1,7 @@
-"""AdamW with weight decay on matrices only, and the learning rate as a function of the step.
+"""AdamW with weight decay on matrices only, and learning-rate schedules.
 
-Weights in half precision are moved in float32: bfloat16 has 8 bits, so a step of less than 1/256 of
-a weight, as any with lr=1e-6 is, would round to nothing.
+Half-precision weights are updated in float32: bfloat16 has 8 bits, so a step of less than 1/256 of
+a weight, as with lr=1e-6, would round to 0.
 """
 
 import math
@@ -22,16 +22,16 @@ def make_optimizer(
 ) -> "MasterAdamW":
     """Return fused AdamW (see `MasterAdamW`) on the parameters that require a gradient.
 
-    Norms and biases (fewer than two dimensions) are not decayed. A scorer's critic has groups of
-    its own; what "scale" and "since" mean in a group is in trainer/update.py.
+    Norms and biases (fewer than two dimensions) are not decayed. A scorer's critic has separate
+    groups; trainer/update.py reads "scale" and "since" of a group.
     """
     critic = getattr(model, "critic", None)
-    theirs = set() if critic is None else set(critic.parameters())
-    kept = [p for p in model.parameters() if p.requires_grad]
-    both: list[dict[str, Any]] = [{"params": [p for p in kept if p not in theirs]}]
+    of_critic = set() if critic is None else set(critic.parameters())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    both: list[dict[str, Any]] = [{"params": [p for p in trained if p not in of_critic]}]
     if critic is not None:
         both[0]["since"] = critic.warmup
-        both.append({"params": [p for p in kept if p in theirs], "scale": critic.lr_scale})
+        both.append({"params": [p for p in trained if p in of_critic], "scale": critic.lr_scale})
     groups = []
     for group in both:
         matrices = [p for p in group["params"] if p.ndim > 1]
@@ -42,10 +42,10 @@ def make_optimizer(
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """AdamW that has a float32 copy of each half-precision weight, its "master", in its state.
+    """AdamW with a float32 copy ("master") of each half-precision weight in its state.
 
-    The weight is the master rounded. The moments are float32 too: 12 bytes a weight, beside the
-    weight's own 2; float32 weights have no copy.
+    The weight is the rounded master. The moments are float32 too: 12 bytes per weight, in addition
+    to the weight's 2; float32 weights have no copy.
 
     >>> weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
     >>> optimizer = MasterAdamW([weight], lr=1e-3, weight_decay=0.0)
@@ -58,16 +58,16 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Take a step; gradients of half-precision weights are gone after it."""
+        """Take a step; it removes the gradients of half-precision weights."""
         half = [
             (group["params"], i, p)
             for group in self.param_groups
             for i, p in enumerate(group["params"])
             if p.grad is not None and p.dtype.itemsize < 4
         ]
-        # The masters stand in for the weights. Never move a weight by another dtype in its `data`:
-        # autograd then makes a new gradient accumulator, DDP's hooks stay on the old one, and from
-        # the next step on no gradient is reduced.
+        # The masters replace the weights during the step. Assigning another dtype to a weight's
+        # `data` would make autograd create a new gradient accumulator without DDP's hooks: no
+        # gradient would be reduced from the next step on.
         for params, i, p in half:
             state = self.state.pop(p, {})
             master = nn.Parameter(state.pop("master", p.float()))
@@ -86,7 +86,7 @@ class MasterAdamW(torch.optim.AdamW):
 def make_schedule(
     schedule: str = "constant", *, lr: float, warmup: int = 0, total: int
 ) -> Callable[[int], float]:
-    """Return step (0-based) -> learning rate: constant, linear or cosine to 0, after a warm-up.
+    """Return the function step (0-based) -> learning rate: constant, or linear or cosine to 0.
 
     >>> rate = make_schedule("linear", lr=1.0, warmup=2, total=6)
     >>> [round(rate(s), 2) for s in range(6)]

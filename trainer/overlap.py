@@ -1,15 +1,14 @@
-"""Overlap: batch i + n is sampled, by the weights after i iterations, while batch i is learnt from.
+"""Overlap of sampling and training: batch i + n is sampled while the policy trains on batch i.
 
-For an engine in a process of its own (policy.vllm.url). One thread plays batch after batch; with
+For an engine in a separate process (policy.vllm.url). One thread plays batch after batch; for
 n = 1, from the left:
 
-    play 0, play 1 | iteration 0, sync | iteration 1 beside play 2, sync | iteration 2 beside play 3
+    play 0, play 1 | iteration 0, sync | iteration 1 with play 2, sync | iteration 2 with play 3
 
-New weights are handed over when nothing is being played, so results depend on no clock. The ratio
-is to the log-probs that sampled, or, with trainer.ImportanceSampling, to those of the policy that
-learns, weighted by how far these are apart.
+Weights are synced when nothing is being played, so results do not depend on timing. The ratio is to
+the generator's log-probs or, with trainer.ImportanceSampling, to the trained policy's, weighted.
 Left out on purpose: batches from several versions of the weights; older weights in a checkpoint: a
-resumed run samples its first batches by those that it goes on from.
+resumed run samples its first batches with the weights of the checkpoint.
 """
 
 import threading
@@ -22,14 +21,14 @@ from tensordict import TensorDictBase
 
 from policies.protocols import Engine, Policy
 from trainer.sources import DynamicRollouts, Rollouts
-from trainer.weight_sync import Synced, weight_sync
+from trainer.weight_sync import SyncResult, weight_sync
 
 
 class Overlap:
-    """Play what `source` plays, `ahead` iterations ahead of the one that is asked for.
+    """Sample from `source` up to `ahead` iterations ahead of the requested one.
 
-    Its `sample` is called in a thread, its `finished` in the loop's. Logs policy/staleness and
-    time/sample_s; of `num_iterations` nothing is played beyond the last.
+    `source.sample` runs in a thread, `source.finished` in the main one. Logs policy/staleness and
+    time/sample_s; plays no batch beyond `num_iterations`.
     """
 
     def __init__(
@@ -38,16 +37,16 @@ class Overlap:
         if not hasattr(source, "sample"):
             raise ValueError(f"trainer.overlap expects Rollouts, got {type(source).__name__}")
         if source.runtime.ranks > 1 and isinstance(source, DynamicRollouts):
-            # Its rounds would meet the gradients of other ranks.
+            # Its collectives could interleave with those of the gradients.
             raise ValueError("trainer.overlap expects one rank with trainer.DynamicRollouts")
         self.source, self.policy, self.ahead, self.total = source, policy, ahead, num_iterations
         self.env, self.prompts = source.env, source.prompts
         self.plays: dict[int, Future] = {}
-        self.last: list[Future] = []  # the play that the next one waits for
+        self.last: list[Future] = []  # the play before the next one
 
     @property
     def rows(self) -> Any:
-        """Return the rows that are played; those that do not fit are taken out."""
+        """Return the rows to play; the length filter replaces them."""
         return self.source.rows
 
     @rows.setter
@@ -66,13 +65,13 @@ class Overlap:
         batch.set(("logged", "time/sample_s"), torch.full_like(behind[:, 0], seconds))
         return self.source.finished(batch)
 
-    def sync(self, policy: Policy, generator: Engine, **proof: Any) -> Synced:
-        """Hand new weights over, as `weight_sync` does, once nothing is being played."""
+    def sync(self, policy: Policy, generator: Engine, **proof: Any) -> SyncResult:
+        """Run `weight_sync` once nothing is being played."""
         wait(self.plays.values())
         return weight_sync(policy, generator, **proof)
 
     def _start(self, number: int) -> Future:
-        """Play a batch in a thread, after those before it; a run that ends waits for none."""
+        """Play a batch in a daemon thread, after the batches before it."""
         done, before = Future(), self.last
 
         def play() -> None:

@@ -1,4 +1,4 @@
-"""The other end of the leash: the model that the KL is to, and how it follows the policy."""
+"""The reference of the KL, and its refresh towards the policy."""
 
 import torch
 from tensordict import TensorDictBase
@@ -13,9 +13,9 @@ from policies.weights import weights_of
 class Reference:
     """Add the reference log-probs and the KL of each token to a batch.
 
-    `model` is what `policies.load_reference` returned. After each `every` iterations (0 = never)
-    its weights become decay * theirs + (1 - decay) * the policy's: 0 is a reset to the policy. Of a
-    model with LoRA those are the adapter's. `sha256` names the weights that it started from.
+    `model` comes from `policies.load_reference`. After each `every` iterations (0 = never) its
+    weights (with LoRA: its adapter's) become decay * reference + (1 - decay) * policy; decay 0 is a
+    reset to the policy. `sha256` is that of the start weights.
     """
 
     def __init__(
@@ -23,12 +23,12 @@ class Reference:
     ) -> None:
         self.retrieve = RetrieveKL(ref_model=model, add_to_reward=False)
         self.scorer: Scorer = model.scorer
-        found = getattr(model, "files", None)  # none of a model that was made by hand
-        self.sha256 = str(found.sha256) if found else ""
+        files = getattr(model, "files", None)  # None for a model built in memory
+        self.sha256 = str(files.sha256) if files else ""
         self.every, self.decay = every, decay
         self.moved = False
         self.policy = policy
-        if any(theirs.dtype.itemsize < 4 for theirs, _ in self.pairs.values()) and decay:
+        if any(weight.dtype.itemsize < 4 for weight, _ in self.pairs.values()) and decay:
             raise ValueError(
                 f"kl.refresh_decay={decay} would round away in half-precision weights; use "
                 "policy.dtype=float32 with policy.autocast=bfloat16, or kl.refresh_decay=0"
@@ -36,11 +36,11 @@ class Reference:
 
     @property
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return (its own, the policy's) weights by name, as they are now; {} if it never moves."""
+        """Return current (reference, policy) weights by name; {} if it is never refreshed."""
         if not self.every:
             return {}
-        theirs, mine = weights_of(self.scorer).named(), weights_of(self.policy.scorer).named()
-        return {name: (theirs[name].detach(), mine[name]) for name in mine}
+        old, new = weights_of(self.scorer).named(), weights_of(self.policy.scorer).named()
+        return {name: (old[name].detach(), new[name]) for name in new}
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the batch with ref_log_probs.full and kl_penalty, [B, T]."""
@@ -48,20 +48,20 @@ class Reference:
 
     @torch.no_grad()
     def refresh(self, iteration: int) -> None:
-        """Follow the policy if `iteration` finished iterations say so."""
+        """Move towards the policy if `iteration` finished iterations are a multiple of `every`."""
         if self.every and iteration % self.every == 0:
-            for theirs, mine in self.pairs.values():
-                # With weight 1 this is exactly the policy, which half-precision shards round to.
-                theirs.lerp_(mine.to(theirs.dtype), 1 - self.decay)
+            for old, new in self.pairs.values():
+                # With weight 1 this is exactly the policy; half-precision shards round to it.
+                old.lerp_(new.to(old.dtype), 1 - self.decay)
             self.moved = True
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights, once they are others than those that the reference started from."""
-        return {name: theirs for name, (theirs, _) in self.pairs.items()} if self.moved else {}
+        """Return the weights, or {} before the first refresh."""
+        return {name: old for name, (old, _) in self.pairs.items()} if self.moved else {}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the weights that `state_dict` returned."""
         self.moved = bool(state)
         pairs = self.pairs
         for name, value in state.items():
@@ -86,4 +86,4 @@ class NoReference:
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take nothing back."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""The progress of a run, parts with a state of their own, and the resume from a checkpoint."""
+"""Progress of a run, and its resume from a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -7,18 +7,18 @@ from typing import Any
 
 @dataclass
 class Progress:
-    """What has been done so far; all of it is saved in a checkpoint."""
+    """Counters of a run, saved in its checkpoints."""
 
     iteration: int = 0
     tokens: int = 0
     samples: int = 0
     objective: float | None = None
-    unevaluated: dict[str, float] | None = None  # metrics whose evaluation a stop cut off
-    seconds: float = 0.0  # of wall time, those before a resume included
+    unevaluated: dict[str, float] | None = None  # metrics whose evaluation was stopped
+    seconds: float = 0.0  # wall time, including the time before a resume
 
 
 def restore_run(loop: Any) -> None:
-    """Restore the newest checkpoint that verifies; without any, begin at the start."""
+    """Restore the newest checkpoint that verifies, or start from iteration 0."""
     newest, text = loop.checkpoints.newest(), "from iteration 0, there is no checkpoint"
     if newest is not None:
         state = loop.checkpoints.restore(newest)
@@ -35,7 +35,7 @@ def restore_run(loop: Any) -> None:
 
 
 def _restore(loop: Any, state: dict[str, Any]) -> None:
-    """Load a checkpoint's state into the run; another reference or other files are an error."""
+    """Load a checkpoint's state; ValueError if the reference or a file has changed."""
     pairs = [("the reference", state["reference"], loop.retrieve_kl.sha256)]
     for key, sha in state["inputs"].items():
         got = loop.inputs.get(key, sha)
@@ -43,19 +43,19 @@ def _restore(loop: Any, state: dict[str, Any]) -> None:
             pairs.append((f"the files of {key}", sha, got))
         elif got != sha:
             loop.observers.say(f"note     the code of {key} has changed since this run began")
-    for what, expected, got in pairs:
+    for label, expected, got in pairs:
         if got != expected:
             raise ValueError(
-                f"expected {what} that this run began with ({expected[:12]}), got another "
+                f"expected {label} that this run began with ({expected[:12]}), got another "
                 f"({got[:12]}); put the old one back, or start a new run"
             )
     loop.update.load_state_dict(state["update"])
     loop.leash.controller.load_state_dict(state["kl"])
-    if loop.enough and "enough" in state:
-        loop.enough.load_state_dict(state["enough"])
-        if loop.enough.ended:  # but the final model was not written
+    if loop.early_stopping and "enough" in state:
+        loop.early_stopping.load_state_dict(state["enough"])
+        if loop.early_stopping.ended:  # stopped before the final model was written
             loop.num_iterations = state["iteration"]
-            loop.runtime.write_status(ended=loop.enough.ended)
+            loop.runtime.write_status(ended=loop.early_stopping.ended)
     for name, part in loop.parts.items():
         if name in state["parts"]:  # an observer may have been added
             part.load_state_dict(state["parts"][name])
@@ -65,7 +65,7 @@ def _restore(loop: Any, state: dict[str, Any]) -> None:
     loop.policy.version = state.get("version", loop.progress.iteration)
 
 
-def stateful(
+def stateful_parts(
     named: Mapping[str, Mapping[str, Any]],
     observed: Mapping[str, Any],
     algorithm: Mapping[str, Any],
@@ -73,15 +73,15 @@ def stateful(
     task: Any,
     observers: Any,
 ) -> dict[str, Any]:
-    """Return the parts that have state_dict() and load_state_dict(), by their configuration keys.
+    """Return the parts with state_dict() and load_state_dict(), by configuration key.
 
-    `named`: parts by name, by section; `observed`: the nodes of `observers`, the first of its
-    `each`; `algorithm`: the parts of that section.
+    `named`: parts by section and name; `observed`: nodes of the configuration's observers, which
+    are the first of `observers.each`; `algorithm`: parts of that section.
     """
-    own = zip([k for k, v in observed.items() if v], getattr(observers, "each", ()), strict=False)
-    sections = {**named, "algorithm": algorithm, "observers": dict(own)}
+    keyed = zip([k for k, v in observed.items() if v], getattr(observers, "each", ()), strict=False)
+    sections = {**named, "algorithm": algorithm, "observers": dict(keyed)}
     sections["env.rewards"] = getattr(task, "functions", {})
-    found = {f"{key}.{name}": part for key, each in sections.items() for name, part in each.items()}
-    found["env.task"] = getattr(task, "task", task)
+    parts = {f"{key}.{name}": part for key, each in sections.items() for name, part in each.items()}
+    parts["env.task"] = getattr(task, "task", task)
     both = ("state_dict", "load_state_dict")
-    return {key: part for key, part in found.items() if all(hasattr(part, name) for name in both)}
+    return {key: part for key, part in parts.items() if all(hasattr(part, name) for name in both)}

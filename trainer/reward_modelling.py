@@ -1,7 +1,7 @@
-"""Reward modelling: pairs of replies to one prompt, of which the first is preferred.
+"""Reward modelling on pairs of a chosen and a rejected reply to one prompt.
 
 A pair is two adjacent rows with one `group_id`, the chosen one first; a group stays in one
-micro-batch. Here P counts pairs.
+micro-batch. In this file P counts pairs.
 """
 
 from typing import Any
@@ -15,17 +15,17 @@ from envs.tasks.task import assistant
 from policies.protocols import Policy
 from policies.reward_model import Rewards, diverged, ids_to_end
 from trainer.batch import reads
-from trainer.demonstrations import given_rows
+from trainer.demonstrations import make_batch
 from trainer.objectives import Terms
 from trainer.runtime import Runtime
-from trainer.sources import picks
+from trainer.sources import pick_rows
 
 
 class PreferencePairs:
     """Render the iteration's pairs, each reply up to the end of its turn.
 
-    `loss_mask` holds the tokens that are compared, on both rows of a pair: from the first that
-    differs to the end of the longer one.
+    `loss_mask` marks the compared tokens on both rows of a pair: from the first difference to the
+    end of the longer row.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class PreferencePairs:
 
     def __call__(self, iteration: int) -> TensorDict:
         """Return this rank's pairs of the iteration, [2P, T]."""
-        chosen = picks(iteration, size=len(self.rows), count=self.size, seed=self.runtime.seed)
-        return self.batch([self.rows[i] for i in chosen[self.runtime.mine(self.size)]])
+        chosen = pick_rows(iteration, size=len(self.rows), count=self.size, seed=self.runtime.seed)
+        return self.batch([self.rows[i] for i in chosen[self.runtime.local_slice(self.size)]])
 
     def batch(self, rows: list[dict[str, Any]]) -> TensorDict:
         """Return rows with "messages", "chosen" and "rejected" as pairs, [2P, T]."""
         ids = [self._ids(row, row[name]) for row in rows for name in ("chosen", "rejected")]
-        batch = given_rows(ids, self.policy.device)
+        batch = make_batch(ids, self.policy.device)
         full, mask = batch.get(("tokens", "full")), batch.get(("masks", "all_attention_mask"))
         compared = diverged(full[0::2], mask[0::2], full[1::2], mask[1::2])  # [P, T]
         batch.set("group_id", torch.arange(len(ids), device=mask.device) // 2)
@@ -53,9 +53,9 @@ class PreferencePairs:
 
 
 class PreferenceObjective:
-    """-log sigmoid(chosen - rejected) of each compared token: `compute_reward_loss`, as terms.
+    """-log sigmoid(chosen - rejected) of each compared token, as in `compute_reward_loss`.
 
-    With aggregation=sequence_mean both rows of a pair bring half of its mean over tokens.
+    With aggregation=sequence_mean each row of a pair contributes half of its mean over tokens.
     """
 
     leash, reads = None, reads("group_id")

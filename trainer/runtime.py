@@ -1,6 +1,6 @@
-"""The run and its ranks: Accelerate, sums over ranks, the run folder, status and stop signals.
+"""Ranks of a run: Accelerate, reductions, the run folder, status.json and stop signals.
 
-One Runtime a process. Only rank 0 writes; who starts a run keeps what an error said.
+One Runtime per process. Only rank 0 writes; the launcher stores error messages.
 """
 
 import json
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from policies.cache import write_text
 from trainer.early_stopping import Stopped, stop_reason
 
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers as wide as a weight, by bytes
-# Settings of `accelerate launch` that would change the numbers, with the key of leash for each.
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by bytes per weight
+# Settings of `accelerate launch` that would change results -> the key of leash for each.
 INSTEAD = {
     "mixed_precision": "policy.autocast=bfloat16",
     "gradient_accumulation_steps": "trainer.micro_batch_tokens",
@@ -32,43 +32,43 @@ INSTEAD = {
 
 
 class Runtime:
-    """Start the ranks of a run and keep its status.json true.
+    """Start the ranks of a run and keep its status.json current.
 
-    Use it as a context manager: leaving it normally writes "finished", by `Stopped` "preempted",
-    by an error "failed". A stop signal raises `Stopped` at `check_stop`, within `stoppable` blocks,
-    and during the set-up.
+    A context manager: a normal exit writes "finished", `Stopped` "preempted", another error
+    "failed". A stop signal raises `Stopped` at `check_stop`, within `stoppable` blocks, and during
+    the set-up.
     """
 
     def __init__(self, folder: str | Path, *, seed: int = 0, device: str | None = None) -> None:
         gpu = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         kind = gpu.type if gpu else "cpu"  # or cuda, mps, xpu, npu
-        if device not in (None, "cpu", kind):  # which of several, the environment says
-            there = f", there is {kind}" if gpu else ""
-            raise ValueError(f"no GPU for policy.device={device}{there}; set it to null or cpu")
+        if device not in (None, "cpu", kind):  # environment variables select among several
+            other = f", there is {kind}" if gpu else ""
+            raise ValueError(f"no GPU for policy.device={device}{other}; set it to null or cpu")
         check_accelerate()
         cpu = device == "cpu" or gpu is None
-        self.accelerator = Accelerator(cpu=cpu, mixed_precision="no")  # policy.autocast says it
+        self.accelerator = Accelerator(cpu=cpu, mixed_precision="no")  # policy.autocast sets it
         self.folder = Path(folder)
-        if self.ranks > 1:  # below torchrun rank 0 alone has chosen it
+        if self.ranks > 1:  # with torchrun only rank 0 has chosen it
             self.folder = Path(self.gather(str(self.folder.absolute()))[0])
-            os.environ["LEASH_FOLDER"] = str(self.folder)  # for what this process ends by
+            os.environ["LEASH_FOLDER"] = str(self.folder)  # for the handler of a crash
         self.seed = seed
         self.status: dict[str, Any] = {"state": "running", "reason": None, "objective": None}
         self.started = time.monotonic()
         self.stop_signal: int | None = None
         self.on_stop: Callable[[], None] = lambda: None  # called in the signal handler
-        self.at_once = False  # whether a stop signal raises by itself, wherever the run is
-        self.handlers: dict[signal.Signals, Any] = {}  # those that ours replace
+        self.stop_immediately = False  # a stop signal raises in its handler
+        self.handlers: dict[signal.Signals, Any] = {}  # replaced ones, by signal
         parent = os.environ.get("LEASH_PARENT")
         if parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
             parent = os.getppid()
-        self.parent = int(parent) if parent else None  # the launcher, which must outlive the run
+        self.parent = int(parent) if parent else None  # the launcher; the run stops without it
         self._written = 0.0  # when status.json was written last
         torch.manual_seed(seed)
 
     @property
     def rank(self) -> int:
-        """Return the number of this process, 0 being the one that writes."""
+        """Return the number of this process; rank 0 writes."""
         return self.accelerator.process_index
 
     @property
@@ -86,20 +86,21 @@ class Runtime:
         """Return this rank's device."""
         return self.accelerator.device
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """Return the sum over ranks of a tensor of equal shape on each."""
         if self.ranks == 1:
-            return values  # where it is: float64 may be none of the device's
+            return values  # not moved: the device may lack float64
         return self.accelerator.reduce(values.to(self.device), reduction="sum")
 
-    def sums(self, values: dict[str, float]) -> dict[str, float]:
-        """Return the sum over ranks of each value; all ranks give the same names."""
+    def all_reduce_sum(self, values: dict[str, float]) -> dict[str, float]:
+        """Return the sum over ranks of each value; names are equal on all ranks."""
         names = sorted(values)
-        total = self.sum(torch.tensor([float(values[n]) for n in names], dtype=torch.float64))
+        numbers = [float(values[name]) for name in names]
+        total = self.all_reduce(torch.tensor(numbers, dtype=torch.float64))
         return dict(zip(names, total.tolist(), strict=True))
 
-    def maxima(self, values: dict[str, float]) -> dict[str, float]:
-        """Return the maximum over ranks of each value; all ranks give the same names."""
+    def all_reduce_max(self, values: dict[str, float]) -> dict[str, float]:
+        """Return the maximum over ranks of each value; names are equal on all ranks."""
         if self.ranks == 1 or not values:
             return values
         gathered = self.gather(values)
@@ -110,11 +111,11 @@ class Runtime:
         return make(device=str(self.device))
 
     def prepare(self, policy: Any, make: Callable, settings: dict[str, Any], *others: Any) -> Any:
-        """Return the scorer as an update calls it, and its optimizer: make(scorer, **settings)."""
+        """Return the wrapped scorer for the update, and its optimizer make(scorer, **settings)."""
         return self.accelerator.prepare(policy.scorer, make(policy.scorer, **settings))
 
     def clip(self, weights: Iterable[Tensor], limit: float) -> float:
-        """Scale the gradients of weights to a norm of at most `limit`; return what it was."""
+        """Clip the gradients to a norm of at most `limit`; return the norm before."""
         norm: Any = self.accelerator.clip_grad_norm_(weights, limit)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # of shards
 
@@ -126,8 +127,8 @@ class Runtime:
         torch.distributed.all_gather_object(out, value)
         return out
 
-    def mine(self, size: int) -> slice:
-        """Return this rank's slice of `size` items; sizes that do not divide are an error."""
+    def local_slice(self, size: int) -> slice:
+        """Return this rank's slice of `size` items; ValueError if ranks do not divide it."""
         if size % self.ranks:
             raise ValueError(f"expected {size} to be divisible by {self.ranks} ranks")
         each = size // self.ranks
@@ -136,27 +137,27 @@ class Runtime:
     def check_stop(self) -> None:
         """Raise Stopped on all ranks together if one got a signal or the parent is gone."""
         reason = stop_reason(self.stop_signal) if self.stop_signal else None
-        if reason is None and self.parent not in (None, os.getppid()):  # it was killed
+        if reason is None and self.parent not in (None, os.getppid()):  # the parent was killed
             reason = "the process that started the run is gone"
         if reasons := [other for other in self.gather(reason) if other]:
             raise Stopped(reasons[0])
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Let a stop signal end the block at once: nothing in it has to be finished or undone.
+        """Let a stop signal interrupt the block, in which nothing must be finished or undone.
 
-        Several ranks can only stop together: at its start and wherever it calls `check_stop`.
+        Several ranks can only stop together: at its start and at calls of `check_stop`.
         """
-        self.at_once = self.ranks == 1
+        self.stop_immediately = self.ranks == 1
         try:
             self.check_stop()
             yield
         finally:
-            self.at_once = False
+            self.stop_immediately = False
 
-    def at(self, phase: str, share: float | None = None) -> None:
-        """Say in status.json what the run does now, and which share of it is done."""
-        if not self._written:  # nobody keeps a status here
+    def set_phase(self, phase: str, share: float | None = None) -> None:
+        """Write the current phase and the share done to status.json."""
+        if not self._written:  # not entered: there is no status.json
             return
         if phase != self.status.get("phase"):
             self.write_status(phase=phase, phase_since=round(time.time(), 2), phase_share=share)
@@ -167,7 +168,7 @@ class Runtime:
         """Update status.json atomically (rank 0)."""
         self._written = time.monotonic()
         self.status.update(changes, seconds=round(self._written - self.started, 2))
-        if self.status["state"] == "finished":  # no phase any more
+        if self.status["state"] == "finished":  # without a phase
             self.status = {k: v for k, v in self.status.items() if not k.startswith("phase")}
         if self.is_main:
             write_text(self.folder / "status.json", json.dumps(self.status, indent=1))
@@ -177,35 +178,35 @@ class Runtime:
         for name in (signal.SIGINT, signal.SIGTERM):
             self.handlers[name] = signal.signal(name, self._on_signal)
         self.write_status()
-        self.at_once = self.ranks == 1
+        self.stop_immediately = self.ranks == 1
         return self
 
     def _on_signal(self, number: int, _: Any) -> None:
-        if self.stop_signal is not None:  # asked twice: go now
+        if self.stop_signal is not None:  # second signal: exit immediately
             if self.status["state"] == "running":
                 with suppress(OSError):
                     self.write_status(state="preempted", reason=stop_reason(self.stop_signal))
             os._exit(128 + number)
         self.stop_signal = number
         self.on_stop()
-        if self.at_once:
+        if self.stop_immediately:
             raise Stopped(stop_reason(number))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.at_once = False
+        self.stop_immediately = False
         if error is None:
             self.write_status(state="finished", reason=None)
         elif isinstance(error, Stopped):
             self.write_status(state="preempted", reason=str(error))
         else:
-            with suppress(OSError):  # the disk may be what failed
+            with suppress(OSError):  # the disk may be full
                 self.write_status(state="failed")
-        for name, handler in self.handlers.items():  # last: a second signal finds the status told
+        for name, handler in self.handlers.items():  # last: after the status is written
             signal.signal(name, handler)
 
 
 def check_accelerate() -> None:
-    """Raise ValueError for a setting of Accelerate that leash would not follow."""
+    """Raise ValueError for a setting of Accelerate that leash ignores."""
     for name, instead in INSTEAD.items():
         value = os.environ.get(variable := f"ACCELERATE_{name.upper()}", "")
         if value.lower() not in {"", "no", "false", "1"}:
@@ -214,7 +215,7 @@ def check_accelerate() -> None:
 
 @torch.no_grad()
 def checksums(module: nn.Module) -> dict[str, int]:
-    """Return the sum of the bits of each weight that is trained; any change of one bit shows."""
+    """Return the sum of the bits of each trained weight, to detect a change of one bit."""
     every = module.named_parameters()
     trained = {n: p for n, p in every if p.requires_grad and not hasattr(p, "full_tensor")}
     sums = [
@@ -236,11 +237,11 @@ def check_agreement(module: nn.Module, runtime: Runtime, *, iteration: int) -> N
             )
 
 
-def peak(device: torch.device) -> int:
-    """Return the most memory in use so far, bytes: torch's of a GPU, else what is resident."""
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory in bytes: torch's on a GPU, else resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):  # Linux; getrusage would count a parent process too
-        if found := re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text()):
-            return int(found[1]) * 1024
+        if match := re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text()):
+            return int(match[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""launch=fsdp2: policy, critic and reference spread over the ranks before the optimizer is made."""
+"""launch=fsdp2: shard policy, critic and reference over the ranks before making the optimizer."""
 
 import os
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from trainer.runtime import Runtime
 
 
 class ShardedRuntime(Runtime):
-    """A Runtime of which each rank holds a part of every weight; one alone holds all of it.
+    """A Runtime whose ranks each hold a shard of every weight; a single rank holds all.
 
-    `offload`: the CPU keeps that part, and ranks on GPUs also meet by tensors on the CPU.
+    `offload`: shards stay on the CPU, and ranks on GPUs also communicate by CPU tensors.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class ShardedRuntime(Runtime):
         offload: bool = False,
     ) -> None:
         if offload and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            _join_on_both(cpu=device == "cpu" or not torch.cuda.is_available())
+            _init_process_group(cpu=device == "cpu" or not torch.cuda.is_available())
         super().__init__(folder, seed=seed, device=device)
         self.offload = offload
 
     def load(self, make: Callable[..., Policy]) -> Policy:
-        """Return the policy that `make` loads, on the CPU: no GPU ever holds all of it."""
+        """Return the policy that `make` loads, on the CPU: no GPU holds all weights."""
         if self.ranks == 1:
             return super().load(make)
         policy = make(device="cpu")
@@ -42,24 +42,24 @@ class ShardedRuntime(Runtime):
         return policy
 
     def prepare(self, policy: Any, make: Callable, settings: dict[str, Any], *others: Any) -> Any:
-        """Spread the policy and those of `others` that have a scorer, then make the optimizer."""
+        """Shard the policy and those of `others` with a scorer, then make the optimizer."""
         if self.ranks == 1:
             return super().prepare(policy, make, settings)
-        mesh, own = init_device_mesh(self.device.type, (self.ranks,)), policy.scorer
-        shard(own, mesh, offload=self.offload)
-        found = {id(part.scorer): part.scorer for part in others if hasattr(part, "scorer")}
-        for scorer in found.values():
-            if scorer is own or not isinstance(scorer, Scorer):
+        mesh, main = init_device_mesh(self.device.type, (self.ranks,)), policy.scorer
+        shard(main, mesh, offload=self.offload)
+        scorers = {id(part.scorer): part.scorer for part in others if hasattr(part, "scorer")}
+        for scorer in scorers.values():
+            if scorer is main or not isinstance(scorer, Scorer):
                 continue
-            if scorer.model is own.model:  # with another adapter, or none
-                share(scorer, own)
+            if scorer.model is main.model:  # with another or no adapter
+                share(scorer, main)
             else:
                 shard(scorer, mesh, offload=self.offload)
-        return own, make(own, **settings)
+        return main, make(main, **settings)
 
 
-def _join_on_both(*, cpu: bool) -> None:
-    """Join the ranks by gloo, and on GPUs by NCCL too: what is kept on the CPU is reduced there."""
+def _init_process_group(*, cpu: bool) -> None:
+    """Join the ranks by gloo, for tensors on the CPU, and on GPUs also by NCCL."""
     if not torch.distributed.is_initialized():
         if not cpu:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

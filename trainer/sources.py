@@ -1,7 +1,7 @@
-"""Where an iteration's batch comes from: rollouts, dynamic sampling, and verbs that follow them.
+"""Sources of an iteration's batch: rollouts, dynamic sampling, and verbs after a rollout.
 
 The rows of iteration i are a function of (seed, i): epochs are seeded permutations, an iteration is
-the next slice, and rank r takes its part of it. Nothing else has to be stored to resume.
+the next slice, and each rank takes a part. A resume needs no other state.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +27,10 @@ from trainer.runtime import Runtime
 Verb = Callable[[TensorDictBase], TensorDictBase]
 
 
-def picks(iteration: int, *, size: int, count: int, seed: int) -> list[int]:
-    """Return the indices of the rows of an iteration: `count` of `size`, epoch after epoch.
+def pick_rows(iteration: int, *, size: int, count: int, seed: int) -> list[int]:
+    """Return the row indices of an iteration: `count` of `size`, epoch after epoch.
 
-    >>> first, second = (picks(i, size=4, count=2, seed=0) for i in (0, 1))
+    >>> first, second = (pick_rows(i, size=4, count=2, seed=0) for i in (0, 1))
     >>> sorted(first + second)
     [0, 1, 2, 3]
     """
@@ -43,16 +43,16 @@ def picks(iteration: int, *, size: int, count: int, seed: int) -> list[int]:
 
 @lru_cache(maxsize=2)  # an iteration may end an epoch and begin the next
 def _order(size: int, seed: int) -> torch.Tensor:
-    """Return the order of the rows in an epoch, int32 [size]: the same draws as of int64."""
+    """Return the order of the rows in an epoch, int32 [size]: equal to that of int64."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
 
 
 class Rollouts:
     """Play the iteration's prompts with the generator.
 
-    `mask` says which of the sampled tokens are learnt: response (all), assistant (those of the
-    assistant's messages) or prompt (what follows the last prompt: the last turn).
-    The verbs of `after_rollout` work on what comes out, in order.
+    `mask` selects the sampled tokens to learn from: response (all), assistant (those of the
+    assistant's messages) or prompt (the last turn, after the last prompt).
+    The verbs of `after_rollout` transform the batch, in order.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Rollouts:
     def prompts(self, iteration: int, attempt: int = 0) -> TensorDict:
         """Return this rank's prompts of the iteration: row, group_id, stream [P / ranks].
 
-        With each `attempt` a place gets another row.
+        Each `attempt` gives a place another row.
         """
         place, again = torch.arange(self.size), (-attempt,) if attempt else ()
         td = TensorDict(batch_size=[self.size])
@@ -82,15 +82,15 @@ class Rollouts:
         chosen = self._chosen(iteration, attempt)
         rows = [deepcopy(self.rows[i]) for i in chosen]  # a reward may change its row
         td.set("row", NonTensorStack(*map(NonTensorData, rows)))
-        return td[self.runtime.mine(self.size)]
+        return td[self.runtime.local_slice(self.size)]
 
     def _chosen(self, iteration: int, attempt: int) -> list[int]:
-        """Return the row of each place; a place sees every row before one comes back."""
+        """Return the row of each place; over attempts a place sees every row before a repeat."""
         size, seed = len(self.rows), self.runtime.seed
         had: list[list[int]] = [[] for _ in range(self.size)]
         for k in range(attempt + 1):
             order = int(fold(seed, k)) if k else seed
-            chosen = picks(iteration, size=size, count=self.size, seed=order)
+            chosen = pick_rows(iteration, size=size, count=self.size, seed=order)
             for rows, row in zip(had, chosen, strict=True):
                 while row in rows and len(rows) < size:
                     row = (row + 1) % size
@@ -103,7 +103,7 @@ class Rollouts:
         return batch.set("loss_mask", batch.get("loss_mask") & named_mask(batch, self.mask))
 
     def sample(self, iteration: int) -> TensorDict:
-        """Return this rank's trajectories of the iteration as they were played, [B, T]."""
+        """Return this rank's trajectories before the verbs of `after_rollout`, [B, T]."""
         return self.play(self.prompts(iteration))
 
     def __call__(self, iteration: int) -> TensorDictBase:
@@ -120,12 +120,12 @@ class Rollouts:
 
 
 class DynamicRollouts(Rollouts):
-    """Draw prompts again whose replies all earn the same (DAPO, arXiv 2503.14476 section 3.2).
+    """Replace prompts whose replies all earn the same (DAPO, arXiv 2503.14476 section 3.2).
 
-    `parts` are the arguments of `Rollouts`. A place is drawn up to `rounds` times more, each time
-    with another row: a function of (seed, iteration, round, place). A group that is idle even then
-    leaves the loss mask. Logs group/resampled, the draws for each place. The task's own reward
-    decides; `after_rollout` comes after. All ranks play equally many rounds.
+    `parts` are the arguments of `Rollouts`. A place is resampled up to `rounds` times, each time
+    with another row: a function of (seed, iteration, round, place). Groups that stay idle are
+    removed from the loss mask. Logs group/resampled, the number per place. The task's reward
+    decides, before `after_rollout`. All ranks play equally many rounds.
     """
 
     def __init__(self, *, rounds: int = 2, **parts: Any) -> None:
@@ -133,31 +133,31 @@ class DynamicRollouts(Rollouts):
         self.rounds = rounds
 
     def sample(self, iteration: int) -> TensorDict:
-        """Return this rank's trajectories of the iteration as they were played, [B, T]."""
+        """Return this rank's trajectories before the verbs of `after_rollout`, [B, T]."""
         batch = self.play(self.prompts(iteration))
         idle = idle_groups(batch)  # [P]
-        again_drawn = torch.zeros(len(idle))  # [P]
+        resampled = torch.zeros(len(idle))  # [P]
         for attempt in range(1, self.rounds + 1):
-            if not self.runtime.maxima({"idle": float(idle.any())})["idle"]:
+            if not self.runtime.all_reduce_max({"idle": float(idle.any())})["idle"]:
                 break
-            # A model in shards generates with all ranks: one without an idle place plays too.
+            # A sharded model generates with all ranks: ranks without an idle place play too.
             again = idle if idle.any() else torch.arange(len(idle)) == 0
             fresh = self.play(self.prompts(iteration, attempt)[again])
             if idle.any():
                 batch = swap(batch, fresh, self._rows(idle))
-                again_drawn += idle
+                resampled += idle
                 idle = idle_groups(batch)
-        kept = ~self._rows(idle).to(self.generator.device)
-        batch.set("loss_mask", batch.get("loss_mask") & kept.unsqueeze(-1))
-        resampled = self._rows(again_drawn).to(self.generator.device)
-        return batch.set(("logged", "group/resampled"), resampled)
+        mask = ~self._rows(idle).to(self.generator.device)
+        batch.set("loss_mask", batch.get("loss_mask") & mask.unsqueeze(-1))
+        count = self._rows(resampled).to(self.generator.device)
+        return batch.set(("logged", "group/resampled"), count)
 
     def _rows(self, of_groups: Tensor) -> Tensor:
         return of_groups.repeat_interleave(self.env.group_size)
 
 
 def swap(batch: TensorDict, fresh: TensorDict, rows: Tensor) -> TensorDict:
-    """Return the batch with `fresh` in the place of those rows where `rows` [B] is True."""
+    """Return the batch with `fresh` in place of the rows where `rows` [B] is True."""
     size = len(rows)
 
     def widened(td: TensorDict, other: TensorDict) -> TensorDict:
@@ -172,10 +172,10 @@ def swap(batch: TensorDict, fresh: TensorDict, rows: Tensor) -> TensorDict:
 
 
 class OverlongPenalty:
-    """Pay less for replies that come near the limit (DAPO, arXiv 2503.14476 eq. 13).
+    """Penalise replies near the length limit (DAPO, arXiv 2503.14476 eq. 13).
 
-    n sampled tokens earn weight * max(-1, (max_tokens - buffer - n) / buffer), at most 0. It is
-    added to reward_raw at the row's last sampled token, and is the reward part "overlong".
+    n sampled tokens give weight * max(-1, (max_tokens - buffer - n) / buffer), at most 0, added to
+    reward_raw at the row's last sampled token, and logged as reward part "overlong".
 
     >>> import torch
     >>> OverlongPenalty(max_tokens=20, buffer=4).penalty(torch.tensor([16, 17, 20, 30])).tolist()
@@ -189,26 +189,26 @@ class OverlongPenalty:
         self.free, self.buffer, self.weight = max_tokens - buffer, buffer, weight
 
     def penalty(self, lengths: Tensor) -> Tensor:
-        """Return what replies of these lengths [B] earn for them, [B]."""
+        """Return the penalty, <= 0, of replies of these lengths [B], [B]."""
         return self.weight * ((self.free - lengths) / self.buffer).clamp(-1, 0)
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the penalty to the batch."""
         sampled = batch.get(("masks", "all_response_mask"))  # [B, T]
         length = sampled.sum(-1)  # [B]
-        earned = self.penalty(length)
+        penalty = self.penalty(length)
         last = sampled & (sampled.cumsum(-1) == length.unsqueeze(-1))
-        batch.set("reward_raw", batch.get("reward_raw") + earned.unsqueeze(-1) * last)
-        return batch.set(("reward_part", "overlong"), earned)
+        batch.set("reward_raw", batch.get("reward_raw") + penalty.unsqueeze(-1) * last)
+        return batch.set(("reward_part", "overlong"), penalty)
 
 
 class DropTruncated:
-    """Take truncated replies out of the loss mask (overlong filtering, DAPO section 3.4).
+    """Remove truncated replies from the loss mask (overlong filtering, DAPO section 3.4).
 
-    Metrics show their reward still; no baseline or scale counts it.
+    Metrics include their reward; baselines and scales do not.
     """
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """Narrow the batch's loss mask."""
-        kept = ~batch.get("truncated").unsqueeze(-1)
-        return batch.set("loss_mask", batch.get("loss_mask") & kept)
+        """Update the batch's loss mask."""
+        mask = ~batch.get("truncated").unsqueeze(-1)
+        return batch.set("loss_mask", batch.get("loss_mask") & mask)

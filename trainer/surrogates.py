@@ -1,15 +1,13 @@
-"""Surrogates: what of log pi a policy gradient follows. Pure functions, [B, T] in and out.
+"""Surrogate losses of the policy gradient: pure functions of [B, T] tensors, without reduction.
 
-Two small parts make each of them: a ratio of RATIOS, to the policy that sampled, and a term of
-SURROGATES, which says how far it may count. docs/algorithms.md says which paper takes which.
-curr and gen are log-probs of the policy being trained and of the one that generated; r is the ratio
-to gen, or to old, what the trainer says of the weights that generated; A is the advantage. Terms
-are to be minimised, and nothing is reduced.
+A surrogate combines a ratio of RATIOS with a term of SURROGATES, which bounds it;
+docs/algorithms.md lists the settings of papers. curr and gen are log-probs of the trained and the
+generating policy; r is the ratio to gen, or to old, the trainer's log-probs for the generating
+weights; A is the advantage. Terms are minimised.
 
-Masks are surrogates that bound how far a token is from who sampled it (DPPO: Qi et al. 2026, arXiv
-2602.04879, eq. 11 to 14). In each state the choice is seen as one of two, the sampled token or any
-other, for which both divergences are exact. Left out on purpose: the paper's divergences over the
-top k tokens, which need more than the log-prob of the sampled one.
+Masks are surrogates that bound the divergence of a token from the generating policy (DPPO: Qi et
+al. 2026, arXiv 2602.04879, eq. 11 to 14), as a choice of two: the sampled token or any other. Left
+out on purpose: the paper's divergences over the top k tokens, which need more log-probs.
 """
 
 from dataclasses import dataclass
@@ -21,10 +19,10 @@ from trainer.losses import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """How far a ratio may go: from 1 - low to 1 + high, and `most` where A < 0 (None: any).
+class ClipRange:
+    """Bounds of a ratio: 1 - low to 1 + high, and `most` where A < 0 (None: no bound).
 
-    `tv` (probability) and `kl` (nats) are those of the masks.
+    `tv` (probability) and `kl` (nats) bound the divergence of the masks.
     """
 
     low: float = 0.2
@@ -46,10 +44,10 @@ def token_ratio(curr: Tensor, old: Tensor, mask: Tensor | None = None) -> Tensor
 
 
 def sequence_ratio(curr: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """Return the geometric mean of a row's token ratios over its kept tokens, at each token.
+    """Return the geometric mean of a row's token ratios over the mask, at each token.
 
     GSPO-token (arXiv 2507.18071) eq. 14: s_i of eq. 7 in value, log pi of the token in gradient,
-    so that a token's own advantage meets its own gradient; with one advantage a row and
+    so each token's gradient is weighted by its advantage; with one advantage per row and
     aggregation=sequence_mean it is GSPO, eq. 5. Clamped as `token_ratio` is.
 
     >>> curr, mask = torch.tensor([[0.4, 0.0, 9.0]]), torch.tensor([[True, True, False]])
@@ -61,7 +59,9 @@ def sequence_ratio(curr: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     return token_ratio(mean + (curr - curr.detach()), torch.zeros_like(curr))
 
 
-def clipped_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
+def clipped_term(
+    curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
+) -> Tensor:
     """Return -min(r A, clip(r, 1 - low, 1 + high) A); where A < 0, r counts as `most` at most.
 
     Schulman et al. 2017 (arXiv 1707.06347) eq. 7; with low = high the policy part of GRPO, Shao et
@@ -69,63 +69,63 @@ def clipped_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds
     c of dual clip, Ye et al. 2020 (arXiv 1912.09729) eq. 5.
 
     >>> one, curr = torch.tensor([1.0]), torch.zeros(1)
-    >>> clipped_term(curr, curr - 1, one.exp(), one, Bounds(0.2, 0.25)).tolist()
+    >>> clipped_term(curr, curr - 1, one.exp(), one, ClipRange(0.2, 0.25)).tolist()
     [-1.25]
     """
-    term = -torch.minimum(r * advantage, r.clamp(1 - bounds.low, 1 + bounds.high) * advantage)
-    if bounds.most is not None:
-        term = torch.where(advantage < 0, term.minimum(-bounds.most * advantage), term)
+    term = -torch.minimum(r * advantage, r.clamp(1 - clip.low, 1 + clip.high) * advantage)
+    if clip.most is not None:
+        term = torch.where(advantage < 0, term.minimum(-clip.most * advantage), term)
     return term
 
 
-def cispo_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
+def cispo_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
     """Return -sg(clip(r, 1 - low, 1 + high)) A log pi.
 
-    sg is stop-gradient: a clipped token keeps a gradient, of bounded weight. MiniMax-M1 (arXiv
+    sg is stop-gradient: clipped tokens keep a gradient, of bounded weight. MiniMax-M1 (arXiv
     2506.13585) eq. 4 and 5.
 
     >>> curr = torch.tensor([-1.0], requires_grad=True)
     >>> gen, advantage = curr.detach() - 1, torch.tensor([2.0])
     >>> moved = token_ratio(curr, gen)
-    >>> cispo_term(curr, gen, moved, advantage, Bounds(0.2, 0.5)).sum().backward()
+    >>> cispo_term(curr, gen, moved, advantage, ClipRange(0.2, 0.5)).sum().backward()
     >>> curr.grad.tolist()
     [-3.0]
     """
-    return -r.detach().clamp(1 - bounds.low, 1 + bounds.high) * advantage * curr
+    return -r.detach().clamp(1 - clip.low, 1 + clip.high) * advantage * curr
 
 
 def reinforce_term(
-    curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds
+    curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
 ) -> Tensor:
-    """Return -A log pi (Williams 1992): no ratio and no bounds, for one step on fresh samples."""
+    """Return -A log pi (Williams 1992), without ratio or bounds, for one step on fresh samples."""
     return -advantage * curr
 
 
-def is_clipped(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """Return where the bound of `clipped_term` stops the gradient, bool.
+def is_clipped(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
+    """Return the mask of tokens whose gradient `clipped_term` stops, bool.
 
     >>> r, advantage = torch.tensor([0.7, 0.7, 1.3]), torch.tensor([1.0, -1.0, 1.0])
-    >>> is_clipped(r.log(), torch.zeros(3), r, advantage, Bounds()).tolist()
+    >>> is_clipped(r.log(), torch.zeros(3), r, advantage, ClipRange()).tolist()
     [False, True, True]
     """
-    far = (r < 1 - bounds.low) & (advantage < 0) | (r > 1 + bounds.high) & (advantage > 0)
-    return far if bounds.most is None else far | (r > bounds.most) & (advantage < 0)
+    far = (r < 1 - clip.low) & (advantage < 0) | (r > 1 + clip.high) & (advantage > 0)
+    return far if clip.most is None else far | (r > clip.most) & (advantage < 0)
 
 
-def is_outside(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """Return where the ratio is out of its bounds, bool."""
-    return (r < 1 - bounds.low) | (r > 1 + bounds.high)
+def is_outside(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
+    """Return the mask of tokens with a ratio outside the bounds, bool."""
+    return (r < 1 - clip.low) | (r > 1 + clip.high)
 
 
-def never(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """Return nowhere: no bound acts."""
+def no_clipping(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
+    """Return False at every token: no bound applies."""
     return torch.zeros_like(r, dtype=torch.bool)
 
 
 def binary_tv(gen: Tensor, curr: Tensor) -> Tensor:
-    """Return |pi_curr - pi_gen| of each token, the total variation of (this token, any other).
+    """Return |pi_curr - pi_gen| of each token: the total variation of (token, any other).
 
-    DPPO, Qi et al. 2026 (arXiv 2602.04879) eq. 13; never more than that of the whole vocabulary.
+    DPPO, Qi et al. 2026 (arXiv 2602.04879) eq. 13; a lower bound of that over the full vocabulary.
 
     >>> round(binary_tv(torch.tensor(0.99).log(), torch.tensor(0.8).log()).item(), 6)
     0.19
@@ -134,11 +134,11 @@ def binary_tv(gen: Tensor, curr: Tensor) -> Tensor:
 
 
 def binary_kl(gen: Tensor, curr: Tensor) -> Tensor:
-    """Return KL(gen || curr) of (this token, any other), in nats, of each token.
+    """Return KL(gen || curr) of each token, in nats, over (token, any other).
 
     g log(g / p) + (1 - g) log((1 - g) / (1 - p)) with g = pi_gen, p = pi_curr: DPPO (arXiv
-    2602.04879) eq. 14. From log-probs near 0 as exactly as they are; one of 0, which rounding has
-    made, counts as the next below, so the result is finite.
+    2602.04879) eq. 14. Exact for log-probs near 0; a log-prob of 0, a rounding error, counts as
+    the next number below, so the result is finite.
 
     >>> round(binary_kl(torch.tensor(0.5).log(), torch.tensor(0.25).log()).item(), 6)
     0.143841
@@ -150,76 +150,77 @@ def binary_kl(gen: Tensor, curr: Tensor) -> Tensor:
 
 
 def _log_of_others(log_prob: Tensor) -> Tensor:
-    """Return log(1 - exp(x)), x < 0, by what loses no digits: expm1 near 0, log1p far below."""
+    """Return log(1 - exp(x)), x < 0, without loss of digits: by expm1 near 0, else log1p."""
     near, far = (-log_prob.expm1()).log(), torch.log1p(-log_prob.exp())
     return torch.where(log_prob > -0.7, near, far)
 
 
-def leaves(curr: Tensor, gen: Tensor, advantage: Tensor) -> Tensor:
-    """Return where the update would take pi_curr further away from pi_gen, bool.
+def moves_away(curr: Tensor, gen: Tensor, advantage: Tensor) -> Tensor:
+    """Return the mask of tokens that the update moves further away from pi_gen, bool.
 
-    Up where A > 0 and it is above, down where A < 0 and it is below: the condition of clipping.
+    Tokens with A > 0 and pi_curr > pi_gen, or A < 0 and pi_curr < pi_gen: as for clipping.
     """
     return (curr > gen) & (advantage > 0) | (curr < gen) & (advantage < 0)
 
 
-def is_past_tv(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """Return where `tv_mask_term` has no gradient, bool."""
-    return _stops(binary_tv(gen, curr) > bounds.tv, curr, gen, r, advantage, bounds)
+def is_past_tv(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
+    """Return the mask of tokens without a gradient in `tv_mask_term`, bool."""
+    return _stops(binary_tv(gen, curr) > clip.tv, curr, gen, r, advantage, clip)
 
 
-def is_past_kl(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """Return where `kl_mask_term` has no gradient, bool."""
-    return _stops(binary_kl(gen, curr) > bounds.kl, curr, gen, r, advantage, bounds)
+def is_past_kl(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
+    """Return the mask of tokens without a gradient in `kl_mask_term`, bool."""
+    return _stops(binary_kl(gen, curr) > clip.kl, curr, gen, r, advantage, clip)
 
 
 def _stops(
-    far: Tensor, curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds
+    far: Tensor, curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
 ) -> Tensor:
-    masked = far & leaves(curr, gen, advantage)
-    return masked if bounds.most is None else masked | (r > bounds.most) & (advantage < 0)
+    masked = far & moves_away(curr, gen, advantage)
+    return masked if clip.most is None else masked | (r > clip.most) & (advantage < 0)
 
 
-def tv_mask_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """Return -r A, and 0 where a token is more than `tv` from who sampled it and would leave.
+def tv_mask_term(
+    curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
+) -> Tensor:
+    """Return -r A, or 0 for tokens more than `tv` from gen that move further away.
 
     DPPO (arXiv 2602.04879) eq. 11 to 13. A rare token may grow many times over, which clipping
-    forbids; a likely one may not fall as far as clipping lets it.
+    forbids; a likely one may fall less far than with clipping.
 
     >>> curr, gen = torch.tensor([1e-3, 0.8]).log(), torch.tensor([1e-5, 0.99]).log()
     >>> r, advantage = token_ratio(curr, gen), torch.tensor([1.0, -1.0])
-    >>> (tv_mask_term(curr, gen, r, advantage, Bounds()) == 0).tolist()
+    >>> (tv_mask_term(curr, gen, r, advantage, ClipRange()) == 0).tolist()
     [False, True]
     """
-    return _term(binary_tv(gen, curr.detach()) > bounds.tv, curr, gen, r, advantage, bounds)
+    return _term(binary_tv(gen, curr.detach()) > clip.tv, curr, gen, r, advantage, clip)
 
 
-def kl_mask_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """Return -r A, and 0 where a token is more than `kl` from who sampled it and would leave.
-
-    DPPO (arXiv 2602.04879) eq. 11, 12 and 14.
-    """
-    return _term(binary_kl(gen, curr.detach()) > bounds.kl, curr, gen, r, advantage, bounds)
+def kl_mask_term(
+    curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
+) -> Tensor:
+    """Return -r A, or 0 for tokens more than `kl` from gen that move away (DPPO eq. 11, 12, 14)."""
+    return _term(binary_kl(gen, curr.detach()) > clip.kl, curr, gen, r, advantage, clip)
 
 
 def _term(
-    far: Tensor, curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, bounds: Bounds
+    far: Tensor, curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
 ) -> Tensor:
-    if bounds.most is not None:
-        r = torch.where(advantage < 0, r.clamp(max=bounds.most), r)
-    return torch.where(far & leaves(curr, gen, advantage), 0.0, -r * advantage)
+    if clip.most is not None:
+        r = torch.where(advantage < 0, r.clamp(max=clip.most), r)
+    return torch.where(far & moves_away(curr, gen, advantage), 0.0, -r * advantage)
 
 
 RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
-# By name: the term, and where its bounds act.
+# name -> term, mask of tokens that its bounds stop
 SURROGATES = {
     "clip": (clipped_term, is_clipped),
     "cispo": (cispo_term, is_outside),
-    "reinforce": (reinforce_term, never),
+    "reinforce": (reinforce_term, no_clipping),
     "tv_mask": (tv_mask_term, is_past_tv),
     "kl_mask": (kl_mask_term, is_past_kl),
 }
-# What a mask bounds, and under which name its largest value is logged.
+# mask -> metric of the largest divergence, divergence
 DIVERGENCES = {
     "tv_mask": ("policy/tv_max", binary_tv),
     "kl_mask": ("policy/binary_kl_max", binary_kl),

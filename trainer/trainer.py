@@ -1,16 +1,15 @@
-"""The loop: a list of verbs on one TensorDict, whose keys trainer/batch.py says.
+"""The training loop: verbs on one TensorDict, whose keys are in trainer/batch.py.
 
     batch = source(i)            rollouts (reset -> generate -> step until done) or demonstrations
     batch = retrieve_kl(batch)   reference log-probs and the per-token KL, once per trajectory
-    batch = advantage(batch)     the leash in the reward, group baseline or GAE
+    batch = advantage(batch)     KL in the reward, group baseline or GAE
     metrics = update(batch)      epochs x minibatches x micro-batches: the only gradients
     weight_sync(policy, gen)     the generator gets the new weights; it may be the policy itself
-    retrieve_kl.refresh(i)       the reference follows the policy, if it is to
-    leash.follow(metrics)        the coefficient follows the KL, if it is to
+    retrieve_kl.refresh(i)       the reference follows the policy, if configured
+    leash.follow(metrics)        the coefficient follows the KL, if configured
 
 Left out on purpose: replay across iterations. A new feature is a file that replaces one of the
-verbs, never a branch in the loop: so is sampling ahead (trainer/overlap.py). Who watches is an
-observer.
+verbs, as trainer/overlap.py does, never a branch in the loop.
 """
 
 import gc
@@ -32,19 +31,19 @@ from trainer.metrics import summarize
 from trainer.observer import Observer
 from trainer.reference import NoReference, Reference
 from trainer.resuming import Progress, restore_run
-from trainer.runtime import Runtime, Stopped, check_agreement, peak
+from trainer.runtime import Runtime, Stopped, check_agreement, peak_memory
 from trainer.transcripts import transcripts
 from trainer.update import Update
-from trainer.weight_sync import Synced, hand_over, weight_sync
+from trainer.weight_sync import SyncResult, push_weights, weight_sync
 
 Verb = Callable[[TensorDictBase], TensorDictBase]
 
 
 @dataclass
 class Trainer:
-    """Run the loop on the parts that train.py put together.
+    """Run the training loop.
 
-    `policy` learns, `generator` samples: the policy itself unless an engine does.
+    `policy` is trained, `generator` samples: the policy itself or an engine.
     """
 
     runtime: Runtime
@@ -58,13 +57,13 @@ class Trainer:
     leash: Leash
     checkpoints: Checkpoints
     num_iterations: int
-    replies: int | str = 16  # of an iteration that are kept, or "all"
+    num_logged_replies: int | str = 16  # per iteration, or "all"
     observers: Observer = field(default_factory=Observer)
     progress: Progress = field(default_factory=Progress)
-    synced: Synced = field(default_factory=Synced)
-    enough: EarlyStopping | None = None
-    inputs: dict[str, str] = field(default_factory=dict)  # sha256 of files of the configuration
-    parts: dict[str, Any] = field(default_factory=dict)  # with a state of their own, by key
+    last_sync: SyncResult = field(default_factory=SyncResult)
+    early_stopping: EarlyStopping | None = None
+    inputs: dict[str, str] = field(default_factory=dict)  # sha256 of the files in the configuration
+    parts: dict[str, Any] = field(default_factory=dict)  # parts with a state, by configuration key
 
     def run(self, *, resume: bool = False) -> float:
         """Train to the last iteration; return the objective of a sweep."""
@@ -72,10 +71,10 @@ class Trainer:
             raise ValueError("expected one Leash, got two: hand the Trainer that of its objective")
         if resume:
             restore_run(self)
-        self.synced = hand_over(self.policy, self.generator)  # a resumed policy, say
-        gc.freeze()  # the set-up's objects stay: full collections need not walk them
+        self.last_sync = push_weights(self.policy, self.generator)  # a resumed policy differs
+        gc.freeze()  # full collections skip the objects of the set-up
         self.runtime.on_stop = self.observers.stopping
-        self.runtime.write_status(iteration=self.progress.iteration)  # the parent: it has begun
+        self.runtime.write_status(iteration=self.progress.iteration)  # started, for the parent
         try:
             self.observers.begin()
             self._catch_up()
@@ -85,23 +84,23 @@ class Trainer:
         except BaseException as error:
             try:
                 self._end("preempted" if isinstance(error, Stopped) else "failed")
-            except Exception as second:  # the first error is the one to tell
+            except Exception as second:  # the first error is raised
                 self.observers.say(f"and then, on leaving: {type(second).__name__}: {second}")
             raise
 
     def _iteration(self, i: int) -> None:
         clock = Clock()
         batch = self._batch(i, clock)
-        self.runtime.at("update")
+        self.runtime.set_phase("update")
         batch = self.advantage(batch)
         metrics = self.update(batch)
         clock.lap("update")
-        sync = getattr(self.source, "sync", weight_sync)  # what samples ahead has its own
-        self.synced = sync(self.policy, self.generator, last=self.synced)
+        sync = getattr(self.source, "sync", weight_sync)  # Overlap has a custom sync
+        self.last_sync = sync(self.policy, self.generator, last=self.last_sync)
         self.retrieve_kl.refresh(i + 1)
         clock.lap("sync")
         metrics |= summarize(batch, self.runtime) | {"kl/coeff": self.leash.coeff}
-        metrics |= self.runtime.maxima(self.synced.metrics())
+        metrics |= self.runtime.all_reduce_max(self.last_sync.metrics())
         self.leash.follow(metrics, replies=len(batch) * self.runtime.ranks)
         self._count(batch, metrics, clock)
         self._log(batch, metrics)
@@ -109,15 +108,15 @@ class Trainer:
         self.checkpoints.maybe_save(done, self.state_dict(), last=done == self.num_iterations)
 
     def _batch(self, i: int, clock: "Clock") -> TensorDictBase:
-        """Return the iteration's batch with its KL; a stop up to here leaves the weights alone."""
+        """Return the iteration's batch with its KL; a stop leaves the weights unchanged."""
         parts = self._states()
         try:
-            self.runtime.at("collect")
+            self.runtime.set_phase("collect")
             with self.runtime.stoppable():
                 batch = self.source(i)
                 clock.lap("collect")
                 self.runtime.check_stop()
-                self.runtime.at("score")
+                self.runtime.set_phase("score")
                 batch = self.retrieve_kl(batch)
                 clock.lap("score")
                 self.runtime.check_stop()
@@ -127,7 +126,7 @@ class Trainer:
         return batch
 
     def _catch_up(self) -> None:
-        """Evaluate before training, or make up for the evaluation that a stop cut off."""
+        """Evaluate before training, or repeat the evaluation that a stop interrupted."""
         if self.progress.iteration == 0:
             self._evaluate({}, kind="before")
         elif self.progress.unevaluated is not None:
@@ -136,7 +135,8 @@ class Trainer:
     def _count(self, batch: TensorDictBase, metrics: dict[str, float], clock: "Clock") -> None:
         """Add the progress, time and perf metrics."""
         tokens = float(batch.get(("masks", "all_attention_mask")).sum())
-        total = self.runtime.sums({"tokens": tokens, "samples": float(batch.batch_size[0])})
+        sums = {"tokens": tokens, "samples": float(batch.batch_size[0])}
+        total = self.runtime.all_reduce_sum(sums)
         self.progress.iteration += 1
         self.progress.tokens += int(total["tokens"])
         self.progress.samples += int(total["samples"])
@@ -149,19 +149,19 @@ class Trainer:
         }
         metrics |= clock.seconds()
         metrics["perf/tokens_per_s"] = total["tokens"] / max(metrics["time/iteration_s"], 1e-9)
-        most = {"perf/peak_memory_gib": peak(self.runtime.device) / 2**30}
-        metrics |= self.runtime.maxima(most)
+        most = {"perf/peak_memory_gib": peak_memory(self.runtime.device) / 2**30}
+        metrics |= self.runtime.all_reduce_max(most)
 
     def _log(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:
         iteration = self.progress.iteration
         self._judge(metrics)
         if "reward_raw" in batch:
             tokenizer = self.policy.tokenizer if self.runtime.is_main else None
-            count = self.replies
+            count = self.num_logged_replies
             if count != "all":  # an equal share of each rank
                 count = -(-int(count) // self.runtime.ranks)
-            mine = transcripts(batch, iteration, count=count, kind="train", tokenizer=tokenizer)
-            rows = [row for part in self.runtime.gather(mine) for row in part]
+            local = transcripts(batch, iteration, count=count, kind="train", tokenizer=tokenizer)
+            rows = [row for part in self.runtime.gather(local) for row in part]
             self.observers.replies(rows, iteration, kind="train")
         if self.evaluate.due(iteration, self.num_iterations):
             last = iteration == self.num_iterations
@@ -173,14 +173,14 @@ class Trainer:
         """Evaluate, log and show sample replies."""
         iteration, parts = self.progress.iteration, self._states()
 
-        def tell(share: float, what: str = f"evaluating {self.evaluate.about}") -> None:
-            self.runtime.at("evaluate", share)
-            self.observers.evaluating(what, share, last=kind == "after")
+        def on_progress(share: float, label: str = f"evaluating {self.evaluate.about}") -> None:
+            self.runtime.set_phase("evaluate", share)
+            self.observers.evaluating(label, share, last=kind == "after")
 
         try:
             # A run that is trained is finished first.
             with nullcontext() if kind == "after" else self.runtime.stoppable():
-                scores, records = self.evaluate(iteration, kind=kind, tell=tell)
+                scores, records = self.evaluate(iteration, kind=kind, on_progress=on_progress)
         except Stopped:  # the iteration is done, only its evaluation is missing
             if iteration:
                 self.progress.unevaluated = metrics
@@ -189,7 +189,7 @@ class Trainer:
             raise
         self.progress.unevaluated = None
         self._judge(scores)
-        if iteration == self.num_iterations:  # as it may have come to be just now
+        if iteration == self.num_iterations:  # early stopping may just have set it
             records = [{**record, "kind": (kind := "after")} for record in records]
         metrics = {**metrics, **scores, "progress/iteration": iteration}
         if scores:
@@ -200,19 +200,19 @@ class Trainer:
             self.observers.replies(records, iteration, kind=kind)
 
     def _judge(self, metrics: dict[str, float]) -> None:
-        """Let this iteration be the last one if the run has learnt enough."""
-        if self.enough is None or self.enough.ended:
+        """Make this iteration the last one if the early-stopping rule holds."""
+        if self.early_stopping is None or self.early_stopping.ended:
             return
         iteration = self.progress.iteration
-        # Times differ by rank: rank 0 decides.
-        self.enough.ended = self.runtime.gather(self.enough(metrics, iteration))[0]
-        if self.enough.ended:
+        # Time metrics differ by rank: rank 0 decides.
+        self.early_stopping.ended = self.runtime.gather(self.early_stopping(metrics, iteration))[0]
+        if self.early_stopping.ended:
             self.num_iterations = iteration
-            self.observers.say(f"enough at iteration {iteration}: {self.enough.ended}")
-            self.runtime.write_status(ended=self.enough.ended)
+            self.observers.say(f"early stop at iteration {iteration}: {self.early_stopping.ended}")
+            self.runtime.write_status(ended=self.early_stopping.ended)
 
     def _write(self, metrics: dict[str, float]) -> None:
-        judged = metrics.get("reward/dropped_fraction") != 1  # else there is no reward to go by
+        judged = metrics.get("reward/dropped_fraction") != 1  # else there is no reward
         if "loss/total" in metrics and judged and not self.evaluate.plans:
             self.progress.objective = metrics.get("reward/mean", -metrics["loss/total"])
         self.runtime.write_status(iteration=self.progress.iteration)
@@ -223,19 +223,19 @@ class Trainer:
         return deepcopy({name: part.state_dict() for name, part in self.parts.items()})
 
     def _save(self, parts: dict[str, Any]) -> None:
-        """Save now, if this run keeps checkpoints, with an earlier state of the parts."""
+        """Save now, if checkpoints are on, with an earlier state of the parts."""
         if self.checkpoints.every and self.progress.iteration:
             self.checkpoints.save(self.progress.iteration, self.state_dict() | {"parts": parts})
 
     def _finish(self) -> float:
         """Write the final model and the report; return the objective."""
-        self.runtime.at("end")
+        self.runtime.set_phase("end")
         folder = self.runtime.folder
         check_agreement(self.policy.scorer, self.runtime, iteration=self.progress.iteration)
         part = folder / ".part-model"
         if self.runtime.is_main:
             remove(part)
-        save_model(self.policy, part, here=self.runtime.is_main)
+        save_model(self.policy, part, write=self.runtime.is_main)
         if self.runtime.is_main:
             remove(folder / "model")
             part.rename(folder / "model")
@@ -245,24 +245,24 @@ class Trainer:
         return objective
 
     def _end(self, state: str, **status: Any) -> None:
-        """Leave a run readable; one that did not finish says how to go on."""
+        """Write the final status and end the observers, which print how to resume."""
         try:
-            self.runtime.at("end")
+            self.runtime.set_phase("end")
             self.runtime.write_status(state=state, **status)
         finally:
             self.observers.end(state, saved=self.checkpoints.last)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs beside weights and optimiser."""
+        """Return the state for a checkpoint, in addition to weights and optimiser."""
         return {
             **vars(self.progress),
             "update": self.update.state_dict(),
             "kl": self.leash.controller.state_dict(),
             "version": self.policy.version,
-            "reference": self.retrieve_kl.sha256,  # a resumed run must have the same,
-            "inputs": self.inputs,  # and the same rows, templates and code
+            "reference": self.retrieve_kl.sha256,  # must be equal on resume
+            "inputs": self.inputs,  # equal too: hashes of rows, templates and code
             "parts": self._states(),
-            **({"enough": self.enough.state_dict()} if self.enough else {}),
+            **({"enough": self.early_stopping.state_dict()} if self.early_stopping else {}),
         }
 
 

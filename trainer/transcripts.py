@@ -1,4 +1,4 @@
-"""Replies as plain records, for transcripts.jsonl and what shows it: rows, and their tokens."""
+"""Replies as plain records for transcripts.jsonl and the pages that show it."""
 
 from itertools import islice
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from trainer.metrics import kept_rows
+from trainer.metrics import judged_rows
 
-MOST = 256  # tokens of a row: some ten kilobytes
+MAX_TOKENS = 256  # of a row: about ten kilobytes
 
 
 def transcripts(
@@ -16,14 +16,14 @@ def transcripts(
 ) -> list[dict]:
     """Return replies of a batch as plain records for transcripts.jsonl, the highest reward first.
 
-    The best, the median and the worst one, and `count` by groups, those of these three first; "all"
-    is every reply but dropped ones. With a tokenizer those three have a `rank` and their `pieces`.
+    The best, median and worst reply, and `count` replies group by group, first those of these
+    three; "all": every judged reply. With a tokenizer the three have `rank` and `pieces`.
     """
     reward, owner = batch.get("reward_raw").sum(-1).tolist(), batch.get("group_id").tolist()
-    kept = kept_rows(batch).nonzero().squeeze(-1).tolist()
-    order = sorted(kept, key=reward.__getitem__, reverse=True)
+    judged = judged_rows(batch).nonzero().squeeze(-1).tolist()
+    order = sorted(judged, key=reward.__getitem__, reverse=True)
     first = [*order[:1], *order[-1:], *order[len(order) // 2 :][:1]]
-    ranks = dict([*zip(first, ("best", "worst", "median"), strict=False)][::-1])  # one may be all
+    ranks = dict([*zip(first, ("best", "worst", "median"), strict=False)][::-1])  # may be one row
     groups: dict[int, list[int]] = {}
     for i in order:
         groups.setdefault(owner[i], []).append(i)
@@ -61,51 +61,51 @@ def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> d
 
 
 def _short(value: Tensor) -> float:
-    """Return a float32 as a person wrote it: 0.1, not 0.10000000149."""
+    """Round a float32 to its decimal digits: 0.1, not 0.10000000149."""
     return float(f"{value:.7g}")
 
 
 def token_columns(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, Any]:
     """Return row i from its first sampled token on, as columns of equal length.
 
-    `text`; `log_prob`, `kl` (k1) and `advantage`, null where nothing was sampled: such tokens are
-    one entry. `left_out`: how many tokens beyond the first MOST the row has.
+    `text`, `log_prob`, `kl` (k1), `advantage`; adjacent tokens that were not sampled are one entry
+    with null values. `left_out`: number of tokens after the first MAX_TOKENS.
     """
     sampled = batch.get(("masks", "all_response_mask"))[i]
     length = int(batch.get(("masks", "all_attention_mask"))[i].sum())  # rows are right-padded
     start = int(sampled.int().argmax()) if bool(sampled.any()) else length
-    ids = batch.get(("tokens", "full"))[i, start:length].tolist()[:MOST]
+    ids = batch.get(("tokens", "full"))[i, start:length].tolist()[:MAX_TOKENS]
     texts = token_texts(ids, tokenizer)
-    found = {
+    tensors = {
         "log_prob": batch.get(("log_probs", "full"), None),
         "kl": batch.get("kl_penalty", None),
         "advantage": batch.get("advantage", None),
     }
-    values = {n: v[i, start:].tolist() for n, v in found.items() if v is not None}
+    values = {n: v[i, start:].tolist() for n, v in tensors.items() if v is not None}
     out: dict[str, Any] = {"text": [], **{name: [] for name in values}}
-    own, before = sampled[start:length].tolist(), True
+    marks, before = sampled[start:length].tolist(), True
     for k, text in enumerate(texts):
-        if not own[k] and not before:
+        if not marks[k] and not before:
             out["text"][-1] += text
             continue
-        before = own[k]
+        before = marks[k]
         out["text"].append(text)
         for name, column in values.items():
-            out[name].append(float(f"{column[k]:.3g}") if own[k] else None)
+            out[name].append(float(f"{column[k]:.3g}") if marks[k] else None)
     left_out = length - start - len(ids)
     return out | ({"left_out": left_out} if left_out else {})
 
 
 def token_texts(ids: list[int], tokenizer: Any) -> list[str]:
-    """Return the text of each token, so that together they are the text of all.
+    """Return the text of each token; joined, the texts are that of all tokens.
 
-    A character of several tokens stands with the last of them, the others are empty.
+    A character of several tokens belongs to the last of them; the others are empty.
     """
 
     def decode(a: int, b: int) -> str:
         return tokenizer.decode(ids[a:b], clean_up_tokenization_spaces=False)
 
-    out, context, done = [], 0, 0  # as in streaming: decode behind the token before
+    out, context, done = [], 0, 0  # as in streaming: decode after the previous token
     for end in range(1, len(ids) + 1):
         text = decode(context, end)
         if text.endswith("\ufffd") and end < len(ids):

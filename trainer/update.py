@@ -116,7 +116,7 @@ class Update:
         """
         mask = batch.get("loss_mask")  # [B, T] of the minibatch
         totals = {"tokens": float(mask.sum()), "rows": float(mask.any(-1).sum())}
-        totals = self.runtime.sums(totals)
+        totals = self.runtime.all_reduce_sum(totals)
         rate = self.lr(self.step)
         iteration = self.step // (self.epochs * self.minibatches)
         self.step += 1
@@ -176,7 +176,7 @@ class Update:
         attention, ids = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
         limit = self.micro_batch_tokens
         parts = pack_rows(attention, limit, group_id=ids, padded=not self.packing)
-        most = int(self.runtime.maxima({"n": float(len(parts))})["n"])
+        most = int(self.runtime.all_reduce_max({"n": float(len(parts))})["n"])
         return parts + [[]] * (most - len(parts))
 
 
@@ -229,12 +229,12 @@ class _Log:
 
     def result(self, runtime: Runtime) -> dict[str, float]:
         """Return the metrics of all ranks."""
-        sums = runtime.sums(_floats(self.sums))
+        sums = runtime.all_reduce_sum(_floats(self.sums))
         tokens = max(sums.pop("tokens", 0.0), 1.0)
         steps = max(len(self.notes.get("optim/lr", [])), 1)
         out = {k: v / (steps if k.startswith("loss/") else tokens) for k, v in sums.items()}
         out["loss/total"] = sum(v for k, v in out.items() if k.startswith("loss/"))
-        out |= runtime.maxima(_floats(self.maxima))
+        out |= runtime.all_reduce_max(_floats(self.maxima))
         return out | {name: sum(v) / len(v) for name, v in self.notes.items()}
 
 

@@ -150,7 +150,7 @@ def accelerate():
         optimizer = torch.optim.SGD(scorer.parameters(), lr=0.1)
         assert runtime.accelerator.prepare(scorer, optimizer)[0] is scorer
         assert runtime.device.type == "cpu"
-        assert runtime.sums({"a": 2.0}) == {"a": 2.0}
+        assert runtime.all_reduce_sum({"a": 2.0}) == {"a": 2.0}
     yield "Accelerate: gather"
     assert one_process().gather({"a": 1}) == [{"a": 1}]
     assert "torch.distributed.all_gather_object(" in text

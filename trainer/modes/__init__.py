@@ -7,7 +7,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer.fitting import fit_rows
+from trainer.length_filter import drop_long_rows
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -20,7 +20,7 @@ def run_mode(loop: "Trainer", settings: dict[str, Any]) -> float:
     """
     name = "preflight" if settings["preflight"] else settings["mode"]
     if name in ("train", "evaluate", "limit"):
-        for text in fit_rows(loop):
+        for text in drop_long_rows(loop):
             loop.observers.say(text)
     if name == "train":
         out = loop.run(resume=settings["resume"] is not None)

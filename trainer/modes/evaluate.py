@@ -86,7 +86,7 @@ def measure(loop: Trainer) -> dict[str, dict[str, float]]:
     def hear(name: str, batch: TensorDictBase, _: list[int]) -> None:
         replies[name] += read_replies(batch)
 
-    scores, _ = loop.evaluate(0, kind="eval", hear=hear)
+    scores, _ = loop.evaluate(0, kind="eval", on_batch=hear)
     gathered, out = loop.runtime.gather(replies), {}
     for name, count in samples.items():
         accuracy = {k: v for k, v in scores.items() if k.startswith(f"eval/{name}_accuracy")}

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from policies.models import has_adapter
-from trainer.checkpoint import read_state, saved_in
+from trainer.checkpoint import list_checkpoints, read_state
 from trainer.runs.find import no_weights
 from trainer.runs.run_files import dig, number, read_status
 from trainer.trainer import Trainer
-from trainer.weight_sync import hand_over
+from trainer.weight_sync import push_weights
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def choose_weights(folder: Path, *, keep_best: bool = False) -> Weights:
     else the final model of a finished run, else the newest checkpoint that verifies.
     """
     status, place = read_status(folder), str(folder)
-    states = {path: read_state(path) for path in saved_in(folder / "checkpoints")}
+    states = {path: read_state(path) for path in list_checkpoints(folder / "checkpoints")}
     states = {path: state for path, state in states.items() if state}
     scored = [p for p, state in states.items() if number(state.get("objective")) is not None]
     if keep_best and scored:
@@ -60,7 +60,7 @@ def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
     """
     found = loop.policy.files
     if settings["resume"] is None:
-        hand_over(loop.policy, loop.generator)
+        push_weights(loop.policy, loop.generator)
         return Weights(found.folder, f"the model {settings['policy']['model']}", run="")
     folder = Path(settings["resume"])
     started = dig(read_status(folder), "model", "sha256")
@@ -70,7 +70,7 @@ def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
         raise ValueError(f"expected the model {started[:12]} that the run started from, got {got}")
     chosen = choose_weights(folder, keep_best=bool(dig(settings, "checkpoint", "keep_best")))
     loop.checkpoints.restore_weights(chosen.folder)
-    hand_over(loop.policy, loop.generator)
+    push_weights(loop.policy, loop.generator)
     return chosen
 
 

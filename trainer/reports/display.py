@@ -142,14 +142,14 @@ class Display(Observer):
             self._bar.start()
             sys.breakpointhook = GiveWay(self._stop_bar)
 
-    def evaluating(self, what: str, share: float, *, last: bool) -> None:
-        before = going if (going := self._evaluating) and going.what == what else None
+    def evaluating(self, label: str, share: float, *, last: bool) -> None:
+        before = going if (going := self._evaluating) and going.what == label else None
         now = time.monotonic()
-        self._evaluating = _Evaluation(what, share, before.since if before else now)
+        self._evaluating = _Evaluation(label, share, before.since if before else now)
         plain = self._bar is None and not self.brief
         if plain and (before is None or now > self._printed + 60):  # a log is not silent
             self._printed = now
-            self.console.print(self._progress_of_evaluation() if before else what)
+            self.console.print(self._progress_of_evaluation() if before else label)
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         now = time.monotonic()

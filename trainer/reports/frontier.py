@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 
 from trainer.limit import (
     ACCURACY,
+    EVAL_KL,
+    EVAL_REWARD,
     FILE,
-    HELD_KL,
-    HELD_REWARD,
     Curve,
     Limit,
     best_of,
@@ -52,9 +52,9 @@ AVERAGED = "last ten iterations, at most a quarter of all"
 TITLES = {
     REWARD: ("Reward against KL to the reference", f"mean reward per reply: {AVERAGED}"),
     ACCURACY: ("Accuracy against KL to the reference", "share of held-out replies, sampled"),
-    HELD_REWARD: ("Held-out reward against KL to the reference", "mean per held-out reply"),
+    EVAL_REWARD: ("Held-out reward against KL to the reference", "mean per held-out reply"),
 }
-WHAT = {REWARD: "reward", ACCURACY: "accuracy", HELD_REWARD: "held-out reward"}
+WHAT = {REWARD: "reward", ACCURACY: "accuracy", EVAL_REWARD: "held-out reward"}
 HUE = "var(--hue3)"  # of the limit
 
 
@@ -170,7 +170,7 @@ class LimitLines:
     """What a picture shows of a limit, as far as the points in it go: `most` nats."""
 
     def __init__(self, limit: Limit, metric: str, *, most: float) -> None:
-        values, drawn = limit.of(metric), limit.bounds(metric).curve()
+        values, drawn = limit.of(metric), limit.band(metric).curve()
         self.curve = Curve(*(side[drawn.kl <= most] for side in vars(drawn).values()))
         powers = (2**i for i in range(1, values.shape[1].bit_length()) if 2**i <= values.shape[1])
         bounds = ((k, most_kl_of_best_of(k)) for k in powers)
@@ -200,7 +200,7 @@ class LimitLines:
 def _to_the_sampler(job: Job) -> Job:
     """Return a job whose KL is that to the policy that sampled."""
     drift = job.reached[DRIFT]
-    kl = {KL: None if drift is None else max(drift, 0.0), HELD_KL: None}
+    kl = {KL: None if drift is None else max(drift, 0.0), EVAL_KL: None}
     return replace(job, reached=job.reached | kl)
 
 

@@ -32,7 +32,7 @@ class LiveReport(Observer):
     def begin(self) -> None:
         self._write()
 
-    def evaluating(self, what: str, share: float, *, last: bool) -> None:
+    def evaluating(self, label: str, share: float, *, last: bool) -> None:
         self._refresh()  # a page that stands still says that the run is dead
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:

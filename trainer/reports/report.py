@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from trainer.limit import ACCURACY, HELD_KL
+from trainer.limit import ACCURACY, EVAL_KL
 from trainer.reports import frontier, panels, summary
 from trainer.reports.chart import standalone
 from trainer.reports.formats import duration, leaves
@@ -74,7 +74,7 @@ def _limit(run: Run) -> Iterator[panels.Figure]:
     """Draw what was reached below what can be, if the reference was sampled (mode=limit)."""
     limit = known_limit(run.folder)
     if limit is not None and (drawn := frontier.picture(run, limit)):
-        yield panels.Figure(drawn, frontier.caption(run, limit), [ACCURACY, HELD_KL])
+        yield panels.Figure(drawn, frontier.caption(run, limit), [ACCURACY, EVAL_KL])
 
 
 def _left(run: Run) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trainer.limit import ACCURACY, FILE, HELD_KL, HELD_REWARD, Limit, read_limit
+from trainer.limit import ACCURACY, EVAL_KL, EVAL_REWARD, FILE, Limit, read_limit
 from trainer.reports.formats import leaves, nats, one_line, short
 from trainer.reports.summary import hydra_path, repeat_command
 from trainer.runs.find import find_jobs
@@ -76,7 +76,7 @@ class Setting:
         """List KL and `by` of its jobs, both of the same prompts where they can be."""
         out = []
         for reached in (job.reached for job in self.finished or self.jobs):
-            held = None if by == REWARD else reached[HELD_KL]
+            held = None if by == REWARD else reached[EVAL_KL]
             spot = (reached[KL] if held is None else held, reached.get(by))
             out += [spot] if None not in spot else []
         return out
@@ -97,7 +97,7 @@ class Setting:
             return ""
         if isinstance(values[0], str):
             return self.state if name == "state" else values[0]
-        form = nats if name in (KL, HELD_KL, DRIFT) else short
+        form = nats if name in (KL, EVAL_KL, DRIFT) else short
         low, high = form(min(values)), form(max(values))
         return form(fmean(values)) + (f" ({low} to {high})" if low != high else "")
 
@@ -186,8 +186,8 @@ def _job(run: Run, name: str) -> Job:
         REWARD: run.last_ten_mean(task_reward(run)),
         KL: run.last_ten_mean(KL),
         DRIFT: run.last_ten_mean(DRIFT),
-        HELD_REWARD: trained(HELD_REWARD),
-        HELD_KL: trained(HELD_KL),
+        EVAL_REWARD: trained(EVAL_REWARD),
+        EVAL_KL: trained(EVAL_KL),
         EFFICIENCY: efficiency(run, limit) if limit else None,
         "kl/coeff": run.last("kl/coeff"),
         "progress/iteration": int(run.metrics[-1]["progress/iteration"]) if run.metrics else 0,
@@ -298,7 +298,7 @@ def counted(states: Iterable[str]) -> str:
 
 def held_out(run: Run, metric: str) -> list[tuple[float, float, float]]:
     """List (iteration, value, KL in nats) of the evaluations that measured a metric and the KL."""
-    kls = dict(run.series(HELD_KL))
+    kls = dict(run.series(EVAL_KL))
     return [(at, value, kls[at]) for at, value in run.series(metric) if at in kls]
 
 
@@ -328,7 +328,7 @@ def limit_of(sweep: Sweep) -> Limit | None:
 
 def of_same_rows(limit: Limit, folder: Path) -> bool:
     """Return whether it is of as many rows as a run evaluates; a sweep has no count of its own."""
-    return read_yaml(folder / "status.json").get("held_out") in (None, limit.asked)
+    return read_yaml(folder / "status.json").get("held_out") in (None, limit.num_prompts)
 
 
 @lru_cache(maxsize=2)  # the jobs of a sweep share one

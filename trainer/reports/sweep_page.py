@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from policies.cache import write_text
-from trainer.limit import ACCURACY, HELD_REWARD, Limit
+from trainer.limit import ACCURACY, EVAL_REWARD, Limit
 from trainer.reports.chart import Series, line_chart, standalone
 from trainer.reports.formats import duration
 from trainer.reports.frontier import AVERAGED, frontier
@@ -109,7 +109,7 @@ def _pictures(
     settings: Sequence[Setting], jobs: Sequence[Job], limit: Limit | None
 ) -> dict[str, str]:
     """Draw reward, and what is held out, against KL; a click changes between them."""
-    by = {"reward": REWARD, "accuracy": ACCURACY, "held-out reward": HELD_REWARD}
+    by = {"reward": REWARD, "accuracy": ACCURACY, "held-out reward": EVAL_REWARD}
     if limit:  # what it is of goes first
         by["reward"] = by.pop("reward")
     by = {name: metric for name, metric in by.items() if any(s.spots(metric) for s in settings)}

@@ -1,9 +1,9 @@
-"""LLMCollector: play chats without end and hand them out turn by turn, as TorchRL users know it.
+"""LLMCollector: play chats continuously and yield them turn by turn, with TorchRL's interface.
 
 A row is one turn of one chat: the policy's outputs at the root, the environment's under "next".
-Rows are ragged, so batches are lazy stacks: [B, T] for B chats side by side and T turns. A chat
-that ends makes room for the next prompt. The trainer's own road is trainer/collect.py: whole chats,
-one row each, dense; both extend a chat by the same functions.
+Rows are ragged, so batches are lazy stacks: [B, T] for B parallel chats and T turns. The next
+prompt replaces a finished chat. Training uses trainer/collect.py instead (one dense row per full
+chat); both extend chats with the same functions.
 Left out on purpose: replay buffers, queues, environment pools, remote workers, weight updaters.
 """
 
@@ -21,14 +21,14 @@ from envs.transforms.policy_version import PolicyVersion
 from policies.chats.containers import Tokens
 from policies.padding import rows
 from policies.wrappers.wrapper import LLMWrapperBase
-from trainer.collect import carry, prolong, ready
+from trainer.collect import as_generator, next_state, tokens_between
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
 @dataclass(eq=False)
 class Chat:
-    """One chat as it grows: what its next turn starts from, and the turns so far."""
+    """A growing chat: the state of its next turn, and its turns so far."""
 
     number: int
     state: TensorDictBase
@@ -39,17 +39,17 @@ class Chat:
 class LLMCollector:
     """Iterate over the turns that `policy` plays in `env`.
 
-    Default: `dialog_turns_per_batch` turns of the B chats that `env.reset` gives, [B, T] with
+    Default: `dialog_turns_per_batch` turns of the B chats of `env.reset`, [B, T] with
     B * T >= dialog_turns_per_batch, or [B * T] with `flatten_data`. `yield_completed_trajectories`:
-    whole chats, one after the other in one dimension, at least `dialog_turns_per_batch` (default 1)
-    turns; `yield_only_last_steps`: only the last turn of each. All turns that ran count towards
-    `total_dialog_turns` (-1: no end). `reset_at_each_iter` drops running chats between batches.
+    full chats, concatenated in one dimension, at least `dialog_turns_per_batch` (default 1) turns;
+    `yield_only_last_steps`: only the last turn of each. All played turns count towards
+    `total_dialog_turns` (-1: unlimited). `reset_at_each_iter` drops running chats between batches.
 
-    `dataloader` gives `env.reset` its data: TensorDicts, rows (dicts with "messages", or with
-    the environment's `data_key`), texts, or lists of these; without it the environment has its own.
-    An iterator ends the collection, other data start over; a batch that they cannot fill is
-    dropped. `postproc` maps each batch; None in return skips it. `track_policy_version` (True or a
-    PolicyVersion) writes "policy_version", one more after each `update_policy_weights_`.
+    `dataloader` yields the data for `env.reset`: TensorDicts, rows (dicts with "messages", or with
+    the environment's `data_key`), texts, or lists of these; by default the environment has data.
+    Collection ends with an iterator and repeats other data; an incomplete last batch is dropped.
+    `postproc` maps each batch; returning None skips it. `track_policy_version` (True or a
+    PolicyVersion) writes "policy_version", which `update_policy_weights_` increases by 1.
     ("collector", "traj_ids") numbers the chats. Rows hold the exact ids and no padding.
 
     >>> from envs import ChatEnv
@@ -86,7 +86,7 @@ class LLMCollector:
         if only_last and reset_at_each_iter:
             raise TypeError("yield_only_last_steps=True excludes reset_at_each_iter=True")
         if completed and flatten_data is not None:
-            raise TypeError("expected no flatten_data: batches of whole chats have one dimension")
+            raise TypeError("expected no flatten_data: batches of full chats have one dimension")
         if dialog_turns_per_batch is None and completed:
             dialog_turns_per_batch = 1
         if dialog_turns_per_batch is None or dialog_turns_per_batch < 1:
@@ -97,27 +97,27 @@ class LLMCollector:
         self.policy_version_tracker = tracker
         if tracker is not None:
             self.env = TransformedEnv(self.env, tracker)
-        self._register()  # before anything asks for a spec: transforms may need the policy
+        self._register()  # before specs are read: transforms may need the policy
         self._player = self.policy
-        if isinstance(self.policy, LLMWrapperBase):  # turns differ in length: no padding
+        if isinstance(self.policy, LLMWrapperBase):  # no padding: turns differ in length
             mode = self.policy.input_mode
-            self._player = ready(self.policy, input_mode=mode, pad_output=False)
+            self._player = as_generator(self.policy, input_mode=mode, pad_output=False)
         self.dialog_turns_per_batch = dialog_turns_per_batch
         self.total_dialog_turns = total_dialog_turns
         self.yield_completed_trajectories, self.yield_only_last_steps = completed, only_last
         self.reset_at_each_iter, self.flatten_data = reset_at_each_iter, bool(flatten_data)
         self.postproc = postproc
         text_key = getattr(self.env, "data_key", "query")
-        self._data = None if dataloader is None else _starts(dataloader, text_key)
-        self._turns = 0  # handed out so far, dropped ones included
-        self._drawn = 0  # chats
-        self._places: list[Chat | None] = []  # those of one reset, side by side
+        self._data = None if dataloader is None else _reset_data(dataloader, text_key)
+        self._turns = 0  # yielded so far, dropped ones included
+        self._num_chats = 0  # started so far
+        self._places: list[Chat | None] = []  # parallel chats, as many as a reset returns
         self._waiting: deque[Chat] = deque()
         self._finished: deque[Chat] = deque()
-        self._state: list[str] = []  # the keys that a reset gives
+        self._state: list[str] = []  # keys of a reset
 
     def _register(self) -> None:
-        """Register with the policy and the environment, all the way down."""
+        """Register with the policy, the environment and its transforms."""
         users: list[Any] = [self.policy, self.env]
         while isinstance(users[-1], TransformedEnv):
             users.append(users[-1].env)
@@ -139,7 +139,7 @@ class LLMCollector:
         """Return the next batch, before `postproc`; None when the data have ended."""
         if self.reset_at_each_iter:
             self._places = [None] * len(self._places)
-        return self._whole_chats() if self.yield_completed_trajectories else self._side_by_side()
+        return self._full_chats() if self.yield_completed_trajectories else self._side_by_side()
 
     def _side_by_side(self) -> TensorDictBase | None:
         """Return [B, T]: T turns of the chats at each place."""
@@ -148,13 +148,13 @@ class LLMCollector:
             turns.append(self._turn())
             if not turns[-1] or len(turns[-1]) < len(self._places):
                 return None
-        self._finished.clear()  # their rows are in this batch and the ones before
+        self._finished.clear()  # their rows are in this batch or earlier ones
         batch = lazy_stack([lazy_stack(list(rows)) for rows in zip(*turns, strict=True)])
         self._turns += batch.numel()
         return batch.view(-1) if self.flatten_data else batch
 
-    def _whole_chats(self) -> TensorDictBase | None:
-        """Return [N], N the turns of finished chats, one chat after the other."""
+    def _full_chats(self) -> TensorDictBase | None:
+        """Return [N]: the turns of finished chats, concatenated."""
         out: list[TensorDictBase] = []
         while len(out) < self.dialog_turns_per_batch:
             while not self._finished:
@@ -166,7 +166,7 @@ class LLMCollector:
         return lazy_stack(out)
 
     def _turn(self) -> list[TensorDictBase]:
-        """Play one turn of every chat; return a row of each without padding, none at the end."""
+        """Play one turn of every chat; return an unpadded row of each, [] without more data."""
         if not self._places and self._draw():
             self._places = [None] * len(self._waiting)
         for place, chat in enumerate(self._places):
@@ -175,14 +175,14 @@ class LLMCollector:
         playing = [chat for chat in self._places if chat is not None]
         if not playing:
             return []
-        if self._player is not self.policy:  # made before the syncs that the policy counts since
+        if self._player is not self.policy:  # a copy, whose version does not follow syncs
             self._player.version = self.policy.version
         td = self._player(lazy_stack([chat.state for chat in playing]))
-        if self._exact:  # the policy marks only the reply that it adds
+        if self._exact:  # the policy marks only its new reply
             masks = rows(td, (self._player.masks_key, "all_assistant_mask"))
             for mask, chat in zip(masks or (), playing, strict=True):
                 mask[: len(chat.assistant)] |= chat.assistant.to(mask.device)
-        if self.policy_version_tracker is not None:  # in place of what the wrapper counts
+        if self.policy_version_tracker is not None:  # replaces the version of the wrapper
             td = self.policy_version_tracker._step(td, td)
         turn = list(self.env.step(td).unbind(0))
         for chat, row in zip(playing, turn, strict=True):
@@ -192,7 +192,7 @@ class LLMCollector:
                 self._places[self._places.index(chat)] = None
                 self._finished.append(chat)
             else:
-                chat.state = carry(row, self._state)
+                chat.state = next_state(row, self._state)
                 if self._exact:
                     self._extend(chat, row)
         return turn
@@ -205,28 +205,28 @@ class LLMCollector:
         td = self.env.reset(start)
         self._state = list(td.keys())
         for state in td.unbind(0):
-            chat = Chat(self._drawn, state)
+            chat = Chat(self._num_chats, state)
             if self._exact:
                 self._render(chat, _messages(state))
             self._waiting.append(chat)
-            self._drawn += 1
+            self._num_chats += 1
         return True
 
     @property
     def _exact(self) -> bool:
-        """Whether the ids are kept here: not for other modes, nor where the environment does it."""
+        """Whether the collector keeps the ids: in history mode, unless the environment does."""
         known = getattr(self._player, "input_mode", None) == "history"
         able = getattr(self._player, "renderer", None) is not None
         return known and able and "tokens" not in self._state
 
     def _extend(self, chat: Chat, row: TensorDictBase) -> None:
-        """Give the chat's next prompt the ids so far and those of the new messages."""
+        """Set the chat's next prompt: the ids so far and those of the new messages."""
         before, after = _messages(row, "full"), _messages(chat.state)
-        if after[: len(before)] != before:  # the environment rewrote what was said
+        if after[: len(before)] != before:  # the environment rewrote earlier messages
             return self._render(chat, after)
         ids = row.get((self._player.tokens_key, "full"))
         marks = row.get((self._player.masks_key, "all_assistant_mask"))
-        new, more = prolong(self._player, int(ids[-1]), before, after)
+        new, more = tokens_between(self._player, int(ids[-1]), before, after)
         self._set_prompt(chat, torch.cat([ids.cpu(), new]), torch.cat([marks.cpu(), more]))
 
     def _render(self, chat: Chat, messages: list[dict]) -> None:
@@ -241,9 +241,9 @@ class LLMCollector:
     def update_policy_weights_(
         self, policy_or_weights: nn.Module | Mapping[str, Any] | TensorDictBase | None = None
     ) -> None:
-        """Load weights (a policy, a model, its state dict or a TensorDict), and count a version.
+        """Load weights (a policy, a model, its state dict or a TensorDict) and count a version.
 
-        Without an argument only the version moves on: the policy itself was trained.
+        Without an argument, for a policy trained in place, only the version increases.
         """
         if policy_or_weights is not None:
             state = _state_dict(policy_or_weights)
@@ -256,20 +256,20 @@ class LLMCollector:
         self.increment_version()
 
     def increment_version(self) -> None:
-        """Count a new version of the policy, where versions are tracked."""
+        """Count a new version of the policy, if versions are tracked."""
         if self.policy_version_tracker is not None:
             self.policy_version_tracker.increment_version()
 
     @property
     def policy_version(self) -> int | str | None:
-        """Return the version of the policy, None where it is not tracked."""
+        """Return the version of the policy, None if it is not tracked."""
         return getattr(self.policy_version_tracker, "version", None)
 
 
-def _starts(loader: Iterable[Any], text_key: str) -> Iterator[TensorDictBase]:
-    """Yield what `env.reset` takes, again and again; an iterator has one pass.
+def _reset_data(loader: Iterable[Any], text_key: str) -> Iterator[TensorDictBase]:
+    """Yield data for `env.reset` repeatedly; an iterator has one pass.
 
-    Prompts without a group_id get one that no other has.
+    Prompts without a group_id get a unique one.
     """
     groups = 0
     while True:
@@ -286,7 +286,7 @@ def _starts(loader: Iterable[Any], text_key: str) -> Iterator[TensorDictBase]:
 
 
 def _as_td(data: Any, text_key: str) -> TensorDictBase:
-    """Return data for a reset: a TensorDict, or one of texts, of rows, or of columns."""
+    """Return the data of a reset as a TensorDict of texts, of rows, or of columns."""
     if isinstance(data, TensorDictBase):
         return data if data.ndim else data.unsqueeze(0)
     items = data if isinstance(data, list | tuple) else [data]
@@ -303,7 +303,7 @@ def _as_td(data: Any, text_key: str) -> TensorDictBase:
 
 
 def _state_dict(source: Any) -> dict[str, Tensor]:
-    """Return the weights of a policy, of a model, or in a mapping, by name."""
+    """Return the weights of a policy, a model or a mapping, by name."""
     if isinstance(source, nn.Module):
         return getattr(source, "model", source).state_dict()
     if isinstance(source, TensorDictBase):

@@ -1,4 +1,4 @@
-"""TorchRL's GAE: the keys and shapes of its module, over `trainer.gae.gae`."""
+"""TorchRL's GAE module, with its keys and shapes, on `trainer.gae.gae`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from trainer.torchrl.loss_inputs import LossModule, get_dense, per_token, requir
 
 @dataclass(frozen=True)
 class GAEKeys:
-    """Where GAE finds its input and writes its output."""
+    """Keys of GAE's input and output."""
 
     advantage: NestedKey = "advantage"
     value_target: NestedKey = "value_target"
@@ -25,12 +25,12 @@ class GAEKeys:
 
 
 class GAE(LossModule):
-    """Write `advantage` and `value_target` (= advantage + value), of the shape of `state_value`.
+    """Write `advantage` and `value_target` (= advantage + value), in the shape of `state_value`.
 
-    Values are [B, T] or [B, T, 1], found at the root or under "next". `value_network` (td -> td)
-    fills in `state_value`, without a gradient. Tokens outside "loss_mask" (if any) are no steps; a
-    per-token `done` (if any) ends an episode inside a row. `average_gae` whitens over the mask.
-    Other than in TorchRL, an episode that was cut is not bootstrapped.
+    Values are [B, T] or [B, T, 1], at the root or under "next". `value_network` (td -> td) writes
+    `state_value`, without a gradient. Tokens outside "loss_mask" (if any) are skipped; a per-token
+    `done` (if any) ends an episode inside a row. `average_gae` whitens over the mask. Unlike
+    TorchRL, truncated episodes are not bootstrapped.
 
     >>> from tensordict import TensorDict
     >>> td = TensorDict({"state_value": [[0.5, 0.25]], "reward": [[0.0, 1.0]]}, [1])
@@ -57,24 +57,24 @@ class GAE(LossModule):
         keys = self.tensor_keys
         if self.value_network is not None:
             self.value_network(tensordict)
-        given = require(tensordict, keys.value)
-        value = given.squeeze(-1) if given.ndim == 3 else given  # [B, T]
+        stored = require(tensordict, keys.value)
+        value = stored.squeeze(-1) if stored.ndim == 3 else stored  # [B, T]
         every = torch.ones_like(value, dtype=torch.bool)
         mask = get_dense(tensordict, keys.mask)
         mask = every if mask is None else per_token(mask, every)
         done = get_dense(tensordict, keys.done)
         done = per_token(done, every) if done is not None and done.numel() == mask.numel() else None
-        reward = _placed(require(tensordict, keys.reward), mask)
+        reward = _reward_per_token(require(tensordict, keys.reward), mask)
         advantage = gae(reward, value, mask, gamma=self.gamma, lmbda=self.lmbda, done=done)
         target = (advantage + value) * mask
         if self.average_gae:
             advantage[mask] = standardise(advantage[mask])
-        tensordict.set(keys.advantage, advantage.reshape(given.shape))
-        return tensordict.set(keys.value_target, target.reshape(given.shape))
+        tensordict.set(keys.advantage, advantage.reshape(stored.shape))
+        return tensordict.set(keys.value_target, target.reshape(stored.shape))
 
 
-def _placed(reward: Tensor, mask: Tensor) -> Tensor:
-    """Return the reward of each token; a reward per row is paid once, at its last kept token."""
+def _reward_per_token(reward: Tensor, mask: Tensor) -> Tensor:
+    """Return the reward of each token; a reward per row goes to its last masked token."""
     if reward.numel() != len(mask):
         return per_token(reward, mask)
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)

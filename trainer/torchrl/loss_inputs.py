@@ -1,7 +1,7 @@
-"""What the public losses share: keys that can be set, and input of any shape and layout.
+"""Input of the public losses: settable keys, and values of any shape and layout.
 
-Values are looked for at the root and under "next". Ragged rows are padded here, once; inside all is
-dense, [B, T], under the keys of trainer/batch.py: what the objectives of the trainer read.
+Values are read at the root or under "next". Ragged rows are padded once, to dense [B, T] under the
+keys of trainer/batch.py, which the objectives of the trainer read.
 """
 
 from collections.abc import Iterable
@@ -18,12 +18,12 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossModule(nn.Module):
-    """Read from `tensor_keys`, which `set_keys(name=key)` changes."""
+    """Base of the losses: input keys are in `tensor_keys`; `set_keys(name=key)` changes them."""
 
     tensor_keys: Any
 
     def set_keys(self, **keys: NestedKey) -> None:
-        """Read values under other keys; an unknown name is a ValueError."""
+        """Read values under other keys; ValueError for an unknown name."""
         known = [f.name for f in fields(self.tensor_keys)]
         unknown = sorted(set(keys) - set(known))
         if unknown:
@@ -32,20 +32,20 @@ class LossModule(nn.Module):
 
 
 def check_choice(name: str, value: str, known: Iterable[str]) -> None:
-    """Raise ValueError unless the value is one of those known."""
+    """Raise ValueError unless the value is in `known`."""
     if value not in known:
         raise ValueError(f"expected {name} in {sorted(known)}, got {value!r}")
 
 
 def locate(td: TensorDictBase, key: NestedKey) -> tuple[str, ...] | None:
-    """Return where a key is: as it stands, else under "next" or without it; None if nowhere."""
+    """Return the path of a key: as it is, else with or without "next"; None if missing."""
     path = (key,) if isinstance(key, str) else tuple(key)
     other = path[1:] if path[0] == "next" else ("next", *path)
     return next((p for p in (path, other) if p and rows(td, p) is not None), None)
 
 
 def get_dense(td: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """Return the value at a key, ragged rows padded left; None where there is none."""
+    """Return the value at a key, ragged rows padded left; None if missing."""
     place = locate(td, key)
     if place is None:
         return None
@@ -54,7 +54,7 @@ def get_dense(td: TensorDictBase, key: NestedKey) -> Tensor | None:
 
 
 def require(td: TensorDictBase, key: NestedKey) -> Tensor:
-    """Return the value at a key as `get_dense` does; KeyError where there is none."""
+    """Return the value at a key as `get_dense` does; KeyError if missing."""
     value = get_dense(td, key)
     if value is None:
         got = sorted(map(str, td.keys()))
@@ -63,19 +63,19 @@ def require(td: TensorDictBase, key: NestedKey) -> Tensor:
 
 
 def aligned(td: TensorDictBase, key: NestedKey, real: Tensor, *, ragged: bool) -> Tensor:
-    """Return the value at a key where the tokens are, [B, T].
+    """Return the value at a key aligned with the tokens, [B, T].
 
     `real` [B, T] is the attention mask. A row holds a value for each real token or, unless the
     batch is `ragged`, for each column.
     """
     require(td, key)
-    found = [row.squeeze(-1) if row.ndim == 2 else row for row in rows(td, locate(td, key)) or []]
-    sizes, lengths = [len(row) for row in found], real.sum(-1).tolist()
+    values = [row.squeeze(-1) if row.ndim == 2 else row for row in rows(td, locate(td, key)) or []]
+    sizes, lengths = [len(row) for row in values], real.sum(-1).tolist()
     if not ragged and sizes == [real.shape[1]] * len(real):
-        return torch.stack(found)
+        return torch.stack(values)
     if sizes != lengths:
         raise ValueError(f"expected {lengths} values in the rows of {key}, got {sizes}")
-    return found[0].new_zeros(real.shape).masked_scatter(real, torch.cat(found))
+    return values[0].new_zeros(real.shape).masked_scatter(real, torch.cat(values))
 
 
 def per_token(value: Tensor, mask: Tensor, fill: float | None = None) -> Tensor:
@@ -88,5 +88,5 @@ def per_token(value: Tensor, mask: Tensor, fill: float | None = None) -> Tensor:
 
 
 def masked_mean(value: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the mask, a scalar; 0 over none."""
+    """Return the mean over the mask, a scalar; 0 for an empty mask."""
     return value[mask].sum() / mask.sum().clamp(min=1)

@@ -1,8 +1,8 @@
-"""GRPOLoss, DAPO and CISPOLoss: the trainer's objective behind TorchRL's keys and outputs.
+"""GRPOLoss, DAPO and CISPOLoss: the trainer's objective with TorchRL's keys and outputs.
 
-For code that brings its own loop. A loss makes the trainer's batch of its keys, calls the objective
-and shapes the output. Every average is over the mask: masked tokens and padding dilute none. Values
-may be [B, T], [B, T, 1], one per row, or ragged rows.
+For custom training loops. A loss builds the trainer's batch from its keys, calls the objective and
+converts the output. Averages are over the mask, without masked tokens and padding. Values may be
+[B, T], [B, T, 1], one per row, or ragged rows.
 """
 
 from dataclasses import dataclass
@@ -32,14 +32,14 @@ from trainer.torchrl.loss_inputs import (
 DISTS = {"sft": "_get_sft_dist", "rlhf": "_get_rlhf_dist", "generic": "_get_generic_dist"}
 AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "constant", "none")
 RESPONSE = ("masks", "all_response_mask")
-FREE = Leash(ConstantKLController(kl_coef=0.0))  # the KLs of these losses have keys of their own
+NO_LEASH = Leash(ConstantKLController(kl_coef=0.0))  # these losses have separate KL keys
 TINY = torch.finfo(torch.float32).tiny
 
 
 class LLMLossOutput(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
     """Hold the losses (loss_*), to be summed and minimised, and masked means without a gradient.
 
-    What was not asked for is None. `output.sum(reduce=True).backward()` descends all losses.
+    Losses that are off are None. `output.sum(reduce=True).backward()` descends all losses.
     """
 
     loss_objective: Tensor
@@ -56,7 +56,7 @@ class LLMLossOutput(TensorClass["nocast"]):  # pyright: ignore[reportInvalidType
 
 @dataclass(frozen=True)
 class GRPOKeys:
-    """Where GRPOLoss finds its input."""
+    """Keys of GRPOLoss's input."""
 
     advantage: NestedKey = "advantage"
     action: NestedKey = ("tokens", "full")
@@ -68,12 +68,12 @@ class GRPOLoss(LossModule):
     """Clipped surrogate with optional entropy bonus and k3 KL to the reference and the generator.
 
     `masking_strategy` picks the tokens: sft (after the prompt), rlhf (assistant), both only where
-    masks.all_response_mask (if any) says that they were sampled; generic (all). Of them those in
-    "loss_mask" (if any) count, and with `kl_mask_threshold` those with (curr - gen)^2 / 2 <= it.
+    masks.all_response_mask (if any) marks them as sampled; generic (all). "loss_mask" (if any) and,
+    with `kl_mask_threshold`, the condition (curr - gen)^2 / 2 <= it narrow the mask further.
     `aggregation`: token_mean, prompt_mean (= sequence_mean), constant (divides by `max_tokens`),
-    none ([B, T]); `reduction="sum"` sums in place of the last mean, "none" is aggregation none.
-    kl_to_ref_coeff=0 measures the KL. Source: arXiv 2402.03300 eq. 3; two bounds of `clip_epsilon`
-    (low, high): arXiv 2503.14476 eq. 8. Keep the model in eval mode.
+    none ([B, T]); `reduction="sum"` replaces the last mean by a sum, "none" is aggregation none.
+    kl_to_ref_coeff=0 only measures the KL. Source: arXiv 2402.03300 eq. 3; two bounds of
+    `clip_epsilon` (low, high): arXiv 2503.14476 eq. 8. Keep the model in eval mode.
     """
 
     output_type = LLMLossOutput
@@ -106,7 +106,7 @@ class GRPOLoss(LossModule):
             raise ValueError(f"aggregation='constant' needs max_tokens of a row, got {max_tokens}")
         self.actor_network, self.tensor_keys = actor_network, GRPOKeys()
         bounds = {"clip_low": low, "clip_high": high}
-        self.objective = GRPOObjective(**bounds, surrogate=self.surrogate, leash=FREE)
+        self.objective = GRPOObjective(**bounds, surrogate=self.surrogate, leash=NO_LEASH)
         self.aggregation = "none" if reduction == "none" else aggregation
         self.reduction, self.max_tokens = reduction, max_tokens
         self.kl_mask_threshold = kl_mask_threshold
@@ -115,7 +115,7 @@ class GRPOLoss(LossModule):
         self.masking_strategy = masking_strategy
 
     def forward(self, tensordict: TensorDictBase) -> LLMLossOutput:
-        """Return the losses and what they are made of; the td stays as it is."""
+        """Return the losses and their statistics; the td is unchanged."""
         td = tensordict.reshape(-1) if tensordict.ndim > 1 else tensordict.copy()
         keys, limits = self.tensor_keys, getattr(self.actor_network, "limits", None)
         if limits is not None and (narrowing := limits.unscored()):
@@ -129,7 +129,7 @@ class GRPOLoss(LossModule):
             raise RuntimeError("expected the generation log-probs without a gradient; detach them")
         batch = TensorDict({"log_probs": {"full": gen}}, batch_size=[len(gen)])
         batch["advantage"] = per_token(require(td, keys.advantage), mask, 0.0).detach()
-        rows = mask.any(-1).sum()  # a divisor that dropped tokens do not change
+        rows = mask.any(-1).sum()  # a divisor independent of kl_mask_threshold
         if self.kl_mask_threshold is not None:
             mask = mask & (half_square(curr.detach(), gen) <= self.kl_mask_threshold)
         batch["loss_mask"], batch["weight"] = mask, self._weights(mask, rows)
@@ -158,18 +158,18 @@ class GRPOLoss(LossModule):
         return self.output_type(**out, **self._more(terms, scores, batch), batch_size=[])
 
     def _values(self, td: TensorDictBase, batch: TensorDict) -> Tensor | None:
-        """Return the critic's values, if a subclass has one, and write what they are to be."""
+        """Return the values of a subclass's critic and write their targets, or return None."""
         return None
 
     def _more(self, terms: Terms, scores: Scores, batch: TensorDict) -> dict[str, Tensor]:
-        """Return what a subclass adds to the output."""
+        """Return additional outputs of a subclass."""
         return {}
 
     def _mask(self, td: TensorDictBase, mask: Tensor) -> Tensor:
-        """Return the strategy's mask without tokens that were not sampled or that were dropped."""
+        """Return the strategy's mask, narrowed to sampled tokens and the loss mask."""
         keys: tuple[NestedKey, ...] = ("loss_mask", RESPONSE)
         if self.masking_strategy == "generic":
-            keys, mask = keys[:1], predicted(mask)  # nothing predicts a first token
+            keys, mask = keys[:1], predicted(mask)  # a first token has no prediction
         for key in keys:
             value = get_dense(td, key)
             if value is not None:
@@ -177,7 +177,7 @@ class GRPOLoss(LossModule):
         return mask
 
     def _weights(self, mask: Tensor, rows: Tensor) -> Tensor:
-        """Return what each token counts, [B, T]; a constant divisor counts `rows` rows."""
+        """Return the weight of each token, [B, T]; a constant divisor counts `rows` rows."""
         if self.aggregation == "none":
             return mask.float()
         summed, constant = self.reduction == "sum", self.aggregation == "constant"
@@ -196,7 +196,7 @@ class GRPOLoss(LossModule):
 
 
 class DAPO(GRPOLoss):
-    """GRPOLoss under the name of DAPO (arXiv 2503.14476), which clips at (0.2, 0.28)."""
+    """GRPOLoss with the clip range (0.2, 0.28) of DAPO (arXiv 2503.14476)."""
 
     def __init__(self, actor_network: LLMWrapperBase, **settings: Any) -> None:
         super().__init__(actor_network, **{"clip_epsilon": (0.2, 0.28), **settings})

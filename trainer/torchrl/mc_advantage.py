@@ -1,7 +1,7 @@
-"""MCAdvantage: advantages of finished chats that arrive one by one; groups fill up in queues.
+"""MCAdvantage: advantages of finished chats, queued until their group is complete.
 
-Trajectories are [T] (the turns of one chat), [T, ...] of several chats after each other, or
-[B, T]; ragged rows are fine. It works as `postproc` of LLMCollector.
+Trajectories are [T] (the turns of one chat, or of several concatenated chats) or [B, T]; rows may
+be ragged. Usable as `postproc` of LLMCollector.
 Left out on purpose: replay buffers, queues shared between processes, oversampling.
 """
 
@@ -22,14 +22,13 @@ REDUCE = {"sum": Tensor.sum, "max": Tensor.max, "mean": Tensor.mean}
 class MCAdvantage(Transform):
     """Write the advantage of each trajectory over the others of its prompt, shaped as the reward.
 
-    Trajectories are queued until `grpo_size` of a prompt are there; their rows [N] come out, None
-    without a full group. `prompt_key` holds a text or a tensor that the samples of a prompt share.
-    Default: the rewards of all turns (or tokens) of the group are standardised together, so that
-    long chats weigh more. With `trajectory_return` each chat's rewards become one return (their
-    sum, max or mean), these are standardised, and every turn of the chat gets its own. Unbiased
-    std; `keep_return_bounds` (low, high) drops groups whose mean return is not strictly between
-    them (DAPO's dynamic sampling, arXiv 2503.14476). `grpo_size` >= 2: alone, there is no baseline.
-    A trajectory that is not done is a RuntimeError.
+    Trajectories are queued until a prompt has `grpo_size` >= 2 of them; then their rows [N] are
+    returned, else None. `prompt_key` holds a text or a tensor that the samples of a prompt share.
+    Default: the rewards of all turns (or tokens) of the group are standardised together, so long
+    chats weigh more. With `trajectory_return` the return of each chat (sum, max or mean of its
+    rewards) is standardised and written to all its turns. Unbiased std; `keep_return_bounds`
+    (low, high) drops groups whose mean return is not strictly between them (DAPO's dynamic
+    sampling, arXiv 2503.14476). RuntimeError for a trajectory that is not done.
 
     >>> from tensordict import TensorDict
     >>> def chat(reward):
@@ -68,7 +67,7 @@ class MCAdvantage(Transform):
         self.queues: dict[Any, list[list[TensorDictBase]]] = {}
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase | None:  # type: ignore[override]
-        """Queue trajectories; return the rows of the groups that they fill, None without any."""
+        """Queue trajectories; return the rows of completed groups, or None."""
         out: list[TensorDictBase] = []
         for rows in self._trajectories(tensordict.copy()):
             queue = self.queues.setdefault(prompt := self._prompt(rows[0]), [])
@@ -78,7 +77,7 @@ class MCAdvantage(Transform):
                 out += self._group(queue)
         return lazy_stack(out) if out else None
 
-    _inv_call = forward  # replay buffers and collectors of TorchRL call inv
+    _inv_call = forward  # TorchRL's replay buffers and collectors call inv
 
     def _trajectories(self, td: TensorDictBase) -> list[list[TensorDictBase]]:
         """Return the rows of each trajectory of a batch of any number of dimensions."""
@@ -104,7 +103,7 @@ class MCAdvantage(Transform):
         return value
 
     def _group(self, trajectories: list[list[TensorDictBase]]) -> list[TensorDictBase]:
-        """Write the advantages of a full group; nothing is kept of one outside the bounds."""
+        """Return the rows of a full group with advantages, [] for one outside the bounds."""
         rows = [row for chat in trajectories for row in chat]
         rewards = [row.get(self.rewards_key).float() for row in rows]
         flat = torch.cat([reward.flatten() for reward in rewards])

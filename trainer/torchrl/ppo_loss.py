@@ -1,4 +1,4 @@
-"""PPOLoss: GRPOLoss with a critic, behind the keys and outputs of TorchRL's ClipPPOLoss."""
+"""PPOLoss: GRPOLoss with a critic, with the keys and outputs of TorchRL's ClipPPOLoss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from trainer.torchrl.loss_inputs import (
     per_token,
     require,
 )
-from trainer.torchrl.loss_modules import FREE, GRPOKeys, GRPOLoss, LLMLossOutput
+from trainer.torchrl.loss_modules import NO_LEASH, GRPOKeys, GRPOLoss, LLMLossOutput
 
 DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
 
 
 class PPOLossOutput(LLMLossOutput):
-    """Hold what PPOLoss returns; losses (loss_*) are to be summed and minimised."""
+    """Hold the output of PPOLoss; losses (loss_*) are to be summed and minimised."""
 
     loss_critic: Tensor | None = None
     explained_variance: Tensor | None = None
@@ -35,7 +35,7 @@ class PPOLossOutput(LLMLossOutput):
 
 @dataclass(frozen=True)
 class PPOKeys(GRPOKeys):
-    """Where PPOLoss finds its input."""
+    """Keys of PPOLoss's input."""
 
     value: NestedKey = "state_value"
     value_target: NestedKey = "value_target"
@@ -46,8 +46,8 @@ class PPOLoss(GRPOLoss):
 
     `critic_network` (td -> td) writes "state_value", e.g. `policies.ValueNetwork`; `GAE` writes the
     target. `loss_critic_type`: l1, l2 (the square, not halved), smooth_l1. `clip_value` (True: the
-    clip_epsilon) clips V around the "state_value" that it finds, in rewards. Other arguments are
-    GRPOLoss's; without a critic_network it is that. Source: arXiv 1707.06347 eq. 9.
+    clip_epsilon) clips V around the stored "state_value", in units of reward. Other arguments are
+    GRPOLoss's; without a critic_network it is GRPOLoss. Source: arXiv 1707.06347 eq. 9.
     """
 
     output_type = PPOLossOutput
@@ -75,7 +75,7 @@ class PPOLoss(GRPOLoss):
                 distance=partial(DISTANCES[loss_critic_type], reduction="none"),
                 clip_low=bounds.low,
                 clip_high=bounds.high,
-                leash=FREE,
+                leash=NO_LEASH,
             )
 
     def _values(self, td: TensorDictBase, batch: TensorDict) -> Tensor | None:
@@ -92,7 +92,7 @@ class PPOLoss(GRPOLoss):
         return value
 
     def _more(self, terms: Terms, scores: Scores, batch: TensorDict) -> dict[str, Tensor]:
-        """Return the critic's loss and how good it is."""
+        """Return the critic's loss and its explained variance."""
         if scores.values is None:
             return {}
         mask, value = batch["loss_mask"], scores.values.detach()

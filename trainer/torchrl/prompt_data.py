@@ -1,8 +1,8 @@
-"""Prompts with their labels as tokens: TL;DR-style data sets for `RolloutFromModel`.
+"""Tokenised prompts with labels: TL;DR-style data sets for `RolloutFromModel`.
 
-A row of the data has the texts "prompt" and "label"; as tokens it is prompt, label and EOS after
-each other, padded right to `max_length`, T tokens.
-Left out on purpose: memory-mapped copies on disk. The tokens are held in memory.
+A row of the data has the texts "prompt" and "label"; its tokens are prompt, label and EOS, padded
+right to `max_length`, T tokens.
+Left out on purpose: memory-mapped copies on disk. The tokens are in memory.
 """
 
 import warnings
@@ -19,14 +19,14 @@ from transformers import AutoTokenizer
 from envs.data import Table, is_file, load_table
 
 DEFAULT_DATASET = "CarperAI/openai_summarize_tldr"
-IGNORED = -100  # what transformers' losses leave out
+IGNORED = -100  # label that transformers' losses ignore
 
 
 class PromptData(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
     """Hold prompts with their labels: ids [B, T] int64, attention_mask [B, T] bool.
 
-    `prompt_rindex` [B] is the place of the prompt's last token. `labels` [B, T] are the ids, -100
-    at padding; `logits` and `loss` are room for what a model makes of them.
+    `prompt_rindex` [B] is the index of the prompt's last token. `labels` [B, T] are the ids, -100
+    at padding; `logits` and `loss` are fields for the outputs of a model.
 
     >>> ids = torch.tensor([[5, 6, 7, 0]])
     >>> data = PromptData(input_ids=ids, attention_mask=ids > 0, prompt_rindex=torch.tensor([1]),
@@ -43,7 +43,7 @@ class PromptData(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArg
     loss: Tensor | None = None
 
     def mask_label(self, pad_token_id: int = 0) -> "PromptData":
-        """Return the prompts alone, whole, with padding in place of their labels."""
+        """Return the full prompts, with padding in place of their labels."""
         place = torch.arange(self.input_ids.shape[-1], device=self.input_ids.device)
         keep = self.attention_mask.bool() & (place <= self.prompt_rindex[:, None])  # [B, T]
         return PromptData(
@@ -64,11 +64,11 @@ class PromptData(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArg
         from_disk: bool = False,
         tokenizer: Any = "gpt2",
     ) -> "PromptData":
-        """Return a data set as tokens.
+        """Tokenise a data set.
 
         `dataset_name`: a .jsonl, .json, .csv or .parquet file, a hub id, or with `from_disk` the
-        folder of a saved `datasets` data set. `split` counts for the latter two: a file is its
-        "train" split. `tokenizer`: a tokenizer, a folder or a hub id. Rows of more than
+        folder of a saved `datasets` data set. `split` applies to the latter two: a file has only
+        "train". `tokenizer`: a tokenizer, a folder or a hub id. Rows of more than
         `max_length` tokens are dropped with a warning.
         """
         table = _table(dataset_name or DEFAULT_DATASET, split, from_disk)
@@ -78,25 +78,25 @@ class PromptData(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArg
         if isinstance(tokenizer, str | Path):
             tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         rows = [_row(table, index, tokenizer) for index in range(len(table.rows))]
-        kept = [(ids, size) for ids, size in rows if len(ids) <= max_length]
-        if not kept:
+        short = [(ids, size) for ids, size in rows if len(ids) <= max_length]
+        if not short:
             raise ValueError(f"{table.name}: no row has block_size={max_length} tokens or less")
-        if len(kept) < len(rows):
+        if len(short) < len(rows):
             warnings.warn(
-                f"{table.name}: dropped {len(rows) - len(kept)} of {len(rows)} rows, longer than "
+                f"{table.name}: dropped {len(rows) - len(short)} of {len(rows)} rows, longer than "
                 f"{max_length} tokens",
                 stacklevel=2,
             )
-        ids = torch.full((len(kept), max_length), tokenizer.pad_token_id or 0)
-        for i, (row, _) in enumerate(kept):
+        ids = torch.full((len(short), max_length), tokenizer.pad_token_id or 0)
+        for i, (row, _) in enumerate(short):
             ids[i, : len(row)] = torch.tensor(row)
-        mask = torch.arange(max_length) < torch.tensor([[len(row)] for row, _ in kept])
+        mask = torch.arange(max_length) < torch.tensor([[len(row)] for row, _ in short])
         return cls(
             input_ids=ids,
             attention_mask=mask,
-            prompt_rindex=torch.tensor([size - 1 for _, size in kept]),
+            prompt_rindex=torch.tensor([size - 1 for _, size in short]),
             labels=ids.masked_fill(~mask, IGNORED),
-            batch_size=[len(kept)],
+            batch_size=[len(short)],
         )
 
 
@@ -112,11 +112,11 @@ def get_dataloader(
     from_disk: bool = False,
     tokenizer: Any = "gpt2",
 ) -> Iterator[Any]:
-    """Return shuffled batches of a data set on `device`; the order is that of torch's seed.
+    """Return shuffled batches of a data set on `device`; torch's seed sets the order.
 
-    An infinite loader goes on with another epoch, inside a batch too, so each has `batch_size`
-    rows; a finite one ends with what is left. `tensorclass_type` is `PromptData` or a class with
-    such a `from_dataset`, which is given the other arguments.
+    An infinite loader continues with another epoch, also within a batch, so each has `batch_size`
+    rows; the last batch of a finite one may be smaller. `tensorclass_type` is `PromptData` or a
+    class with such a `from_dataset`, which gets the other arguments.
     """
     data = tensorclass_type.from_dataset(
         split=split,
@@ -147,7 +147,7 @@ def _table(dataset: str, split: str, from_disk: bool) -> Table:
 
 
 def _row(table: Table, index: int, tokenizer: Any) -> tuple[list[int], int]:
-    """Return the ids of prompt, label and EOS, and how many are the prompt's."""
+    """Return the ids of prompt, label and EOS, and the length of the prompt."""
     prompt = tokenizer(table.text(index, "prompt"))["input_ids"]
     label = tokenizer(table.text(index, "label"), add_special_tokens=False)["input_ids"]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -1,9 +1,8 @@
-"""Rollouts of a causal language model, scored by a reward model: one step a token, as TorchRL's.
+"""Rollouts of a causal language model, scored by a reward model: one step per token, as TorchRL's.
 
-A row of the data has T0 tokens, a reply S at most, a row of `generated` [B, T] both: the prompt
-where the data has it, the reply right after it, then padding. Which of its tokens are real follows
-from the attention mask, from `prompt_rindex` and from the first end token of the reply, never from
-a token's id in the prompt.
+A row of the data has T0 tokens, a reply at most S. A row of `generated` [B, T] has T = T0 + S
+tokens: the prompt at its place in the data, the reply after it, then padding. The attention mask,
+`prompt_rindex` and the reply's first end token mark real tokens, never a token's id in the prompt.
 """
 
 from collections import deque
@@ -27,13 +26,13 @@ from trainer.torchrl.prompt_data import PromptData
 
 
 class RolloutFromModel:
-    """Generate replies to prompts and reward them: a score at the end, a KL penalty at each token.
+    """Generate and reward replies: a score at the end, a KL penalty at each token.
 
     `model` and `ref_model` are causal language models of transformers; `reward_model` maps
     input_ids and attention_mask to rewards and end_scores, as a module or a TensorDictModule.
-    `kl_coef` is the coefficient to begin with; it follows `kl_scheduler` after every `num_steps`
-    rollouts and whenever `step_scheduler` is called. `max_new_tokens` is S; scores are clipped to
-    +-`score_clip`. EOS and pad ids are those of the model and of `tokenizer`. All models run in
+    `kl_coef` is the first coefficient; `kl_scheduler` updates it after every `num_steps` rollouts
+    and at each call of `step_scheduler`. `max_new_tokens` is S; scores are clipped to
+    +-`score_clip`. EOS and pad ids are from the model and `tokenizer`. All models run in
     eval mode and without gradients.
 
     >>> from policies import GPT2RewardModel, load_policy
@@ -66,7 +65,7 @@ class RolloutFromModel:
         ends = [i for source in sources for i in token_ids(source, "eos_token_id")]
         pads = [i for source in sources for i in token_ids(source, "pad_token_id")]
         self.eos_token_ids = frozenset(ends)
-        self.pad_token_id = [*pads, *ends, 0][0]  # never attended, so any id will do
+        self.pad_token_id = [*pads, *ends, 0][0]  # never attended, so any id is valid
         self._scorers = [Scorer(m, share_prompts=False) for m in (model, ref_model)]
         self._kl_queue: deque[float] = deque(maxlen=num_steps)
 
@@ -82,20 +81,20 @@ class RolloutFromModel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (generated [B, T], log_probs [B, S, 1], log_ratio [B, S]), a reply to each prompt.
 
-        Without a GenerationConfig tokens are drawn from the model's whole distribution. With one
-        the model's own `generate` follows it; its max_new_tokens, if any, is S. log_probs are those
-        that the tokens were drawn with; log_ratio is log p(model) - log p(ref_model) at the
-        sampling temperature; both are 0 after the end. Beams, several replies a prompt and ends
-        that no token shows are ValueErrors.
+        Without a GenerationConfig tokens are sampled from the model's full distribution. With one,
+        the model's `generate` follows it; its max_new_tokens, if any, is S. log_probs are those of
+        sampling; log_ratio is log p(model) - log p(ref_model) at the sampling temperature; both are
+        0 after the end. ValueError for beams, several replies per prompt and stopping criteria
+        without an end token.
         """
         ids, prompt = _prompts(batch)
         steps = getattr(generation_config, "max_new_tokens", None) or self.max_new_tokens
         with _evaluating(self.model, self.ref_model):
-            drawn = self._draw(ids, prompt, steps, generation_config)
-            alive = widen(drawn.mask.to(ids.device), steps)
+            sampled = self._draw(ids, prompt, steps, generation_config)
+            alive = widen(sampled.mask.to(ids.device), steps)
             columns = _columns(batch, steps)
             blank = self.pad_token_id
-            reply = widen(drawn.ids.to(ids.device), steps).masked_fill(~alive, blank)  # [B, N]
+            reply = widen(sampled.ids.to(ids.device), steps).masked_fill(~alive, blank)  # [B, N]
             total = ids.shape[1] + steps
             generated = widen(ids.masked_fill(~prompt, blank), total, blank)
             generated = generated.scatter(-1, columns, reply)  # [B, T]
@@ -107,7 +106,7 @@ class RolloutFromModel:
                 for scorer in self._scorers
             ]
         log_ratio = kl_term(*scored, "k1").gather(-1, columns)
-        log_probs = widen(drawn.log_probs.to(ids.device), steps)
+        log_probs = widen(sampled.log_probs.to(ids.device), steps)
         return generated, log_probs.unsqueeze(-1), log_ratio
 
     @torch.no_grad()
@@ -120,14 +119,14 @@ class RolloutFromModel:
         *,
         generation_config: Any = None,
     ) -> TensorDict:
-        """Return the rollout [B, S] that an environment would give that samples a token a step.
+        """Return the rollout [B, S] of an environment in which a step is a token.
 
-        Takes what `generate` returns (with its `generation_config`, whose EOS ids count). Keys:
+        Takes the output of `generate` and its `generation_config`, for the EOS ids. Keys:
         action [B, S]; input_ids, attention_mask [B, S, T] before the token and, under "next",
         after it; sample_log_prob [B, S, 1]; next.{terminated, done, reward, reward_raw, reward_kl}
-        [B, S, 1]. An episode is done at its first EOS or else at its last step; there reward_raw is
-        the clipped end score, less that of the label where the row has one. Afterwards the tokens
-        stay, and all rewards are 0.
+        [B, S, 1]. An episode is done at its first EOS or else at its last step, where reward_raw is
+        the clipped end score minus that of the label, if any. After it, tokens do not change and
+        rewards are 0.
         """
         _, prompt = _prompts(batch)
         steps = log_probs.shape[1]
@@ -136,7 +135,7 @@ class RolloutFromModel:
         done = (alive & ~widen(alive[:, 1:], steps)).unsqueeze(-1)  # [B, S, 1]
         rindex = batch.get("prompt_rindex")[:, None]
         place = torch.arange(generated.shape[1], device=generated.device)
-        # The last column before each step, and after them all.
+        # The last column before each step and after the last one.
         last = rindex + widen(alive.cumsum(-1), steps + 1, side="left")  # [B, S + 1]
         real = widen(prompt, len(place)) | (place > rindex)  # [B, T]
         seen = (place <= last[:, :, None]) & real[:, None]  # [B, S + 1, T]
@@ -168,7 +167,7 @@ class RolloutFromModel:
         return rollout.refine_names(..., "time")
 
     def step_scheduler(self) -> None:
-        """Let the coefficient follow the scheduler, if there is one."""
+        """Update the coefficient by the scheduler, if any."""
         if self.kl_scheduler is not None:
             self.kl_coef = float(self.kl_scheduler.update(list(self._kl_queue)))
             self._kl_queue.clear()
@@ -183,7 +182,7 @@ class RolloutFromModel:
         return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
     def _draw(self, ids: Tensor, mask: Tensor, steps: int, config: Any) -> Sampled:
-        """Return a reply to each prompt, by leash's own sampler or as the config says."""
+        """Sample a reply to each prompt, by leash's sampler or the model's `generate`."""
         prompts = compact(ids, mask, side="left"), compact(mask, mask, side="left")
         args, ends = _moved(self.model, prompts), self._ends(config)
         if config is None:
@@ -208,14 +207,14 @@ class RolloutFromModel:
         return score.reshape(len(ids)).float().to(ids.device)
 
     def _label_scores(self, batch: PromptData | TensorDictBase) -> Tensor | float:
-        """Return the end score of each row of the data, 0 where nothing follows the prompt, [B]."""
+        """Return the end score of each row of the data, [B]; 0 for rows without a label."""
         ids, mask = batch.get("input_ids"), batch.get("attention_mask").bool()
         place = torch.arange(ids.shape[1], device=ids.device)
         labelled = (mask & (place > batch.get("prompt_rindex")[:, None])).any(-1)
         return torch.where(labelled, self._scores(ids, mask), 0.0) if labelled.any() else 0.0
 
     def _measure(self, log_ratio: Tensor) -> None:
-        """Note the KL of a rollout for the scheduler, and step it every `num_steps` rollouts."""
+        """Queue the KL of a rollout for the scheduler; step it every `num_steps` rollouts."""
         if self.kl_scheduler is None:
             return
         value = log_ratio.sum(-1).mean()  # nats per sequence
@@ -227,7 +226,7 @@ class RolloutFromModel:
 
 
 def _prompts(batch: PromptData | TensorDictBase) -> tuple[Tensor, Tensor]:
-    """Return the ids [B, T0] of a batch and which of them are the prompt's."""
+    """Return the ids [B, T0] of a batch and the mask of its prompts."""
     ids, mask, rindex = (batch.get(k) for k in ("input_ids", "attention_mask", "prompt_rindex"))
     place = torch.arange(ids.shape[1], device=ids.device)
     prompt = mask.bool() & (place <= rindex[:, None])
@@ -237,7 +236,7 @@ def _prompts(batch: PromptData | TensorDictBase) -> tuple[Tensor, Tensor]:
 
 
 def _columns(batch: PromptData | TensorDictBase, steps: int) -> Tensor:
-    """Return where the tokens of the reply stand in `generated`, [B, S]."""
+    """Return the columns of the reply's tokens in `generated`, [B, S]."""
     rindex = batch.get("prompt_rindex")
     return rindex[:, None] + 1 + torch.arange(steps, device=rindex.device)
 
@@ -250,7 +249,7 @@ def _moved(module: nn.Module, tensors: tuple[Tensor, ...]) -> list[Tensor]:
 
 @contextmanager
 def _evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Run modules in eval mode; each part returns to its own mode."""
+    """Run modules in eval mode, then restore the mode of each submodule."""
     before = {part: part.training for module in modules for part in module.modules()}
     try:
         for part in before:

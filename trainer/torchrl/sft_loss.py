@@ -1,4 +1,4 @@
-"""SFTLoss: the trainer's objectives of imitation behind TorchRL's keys and outputs."""
+"""SFTLoss: the trainer's SFT objectives with TorchRL's keys and outputs."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from trainer.torchrl.loss_inputs import (
 
 
 class SFTLossOutput(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
-    """Hold what SFTLoss returns; what was not asked for is None."""
+    """Hold the output of SFTLoss; losses that are off are None."""
 
     loss_sft: Tensor
     loss_kl_to_ref: Tensor | None = None
@@ -31,7 +31,7 @@ class SFTLossOutput(TensorClass["nocast"]):  # pyright: ignore[reportInvalidType
 
 @dataclass(frozen=True)
 class SFTKeys:
-    """Where SFTLoss finds its input, and the actor's log-probs in the actor's output."""
+    """Keys of SFTLoss's input, and of the log-probs in the actor's output."""
 
     history: NestedKey = ("history", "full")
     ref_log_prob: NestedKey = ("next", "ref_log_probs", "full")
@@ -39,14 +39,14 @@ class SFTKeys:
 
 
 class SFTLoss(LossModule):
-    """Imitate the assistant's tokens: their log-probs are summed per sample, then reduced.
+    """Sum the log-probs of the assistant's tokens per sample, then reduce over samples.
 
-    `normalize_by_seq_length` takes the mean over a sample's tokens in place of the sum l.
+    `normalize_by_seq_length` replaces the sum l over a sample's tokens by their mean.
     `loss_function`: sft, -l; minor_sft, -log sigmoid(beta (l - l_ref)) (arXiv 2408.10642).
     `reduction` is over samples; none gives [B]. `kl_to_ref_coeff` adds that times the token mean
     of k3 to the reference. `tokenizer` and `tokenizer_kwargs` (History.apply_chat_template's)
-    render the history where there are neither ids nor masks; by default the actor does. Padded and
-    ragged actors give the same. A sample without assistant tokens is a ValueError that names it.
+    render the history if ids and masks are missing; by default the actor does. Padded and ragged
+    actors give equal losses. ValueError for samples without assistant tokens.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class SFTLoss(LossModule):
         self.tokenizer, self.tokenizer_kwargs = tokenizer, tokenizer_kwargs
         self.reduction, self.normalize = reduction, normalize_by_seq_length
         self.kl_to_ref_coeff, self.loss_function = kl_to_ref_coeff, loss_function
-        # The documented minor_sft is without the 2 / beta that gives MinorSFT the scale of SFT.
+        # TorchRL's minor_sft lacks the factor 2 / beta that gives MinorSFT the scale of SFT.
         plain = loss_function == "sft"
         self.objective, self.factor = (SFTObjective(), 1.0) if plain else (minor, beta / 2)
 
     def forward(self, tensordict: TensorDictBase) -> SFTLossOutput:
-        """Return loss_sft (a scalar, or [B] with reduction="none") and the KL asked for."""
+        """Return loss_sft (a scalar, or [B] with reduction="none") and the KL if on."""
         td = tensordict.reshape(-1) if tensordict.ndim > 1 else tensordict
         keys, masks = self.tensor_keys, getattr(self.actor_network, "masks_key", "masks")
         out = self.actor_network(self._rendered(td))
@@ -86,7 +86,7 @@ class SFTLoss(LossModule):
         if empty:
             raise ValueError(f"expected assistant tokens in each sample; samples {empty} have none")
         curr = aligned(out, keys.log_probs, real, ragged=ragged)  # [B, T]
-        # What the objective sums over a row's tokens, or its mean over them: weighted log-probs.
+        # Weights of the log-probs: the objective sums over a row, or averages it.
         share = mask / (mask.sum(-1, keepdim=True) if self.normalize else 1)  # [B, T]
         batch, more = TensorDict(loss_mask=mask, batch_size=[len(mask)]), {}
         if self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft":
@@ -101,7 +101,7 @@ class SFTLoss(LossModule):
         return SFTLossOutput(loss_sft=reduced, **more, batch_size=[])
 
     def _rendered(self, td: TensorDictBase) -> TensorDictBase:
-        """Return what the actor reads: the td, with ids and masks if this loss is to make them."""
+        """Return the actor's input: the td, with ids and masks if this loss renders them."""
         actor, td = self.actor_network, td.copy()
         history = td.get(self.tensor_keys.history, None)
         if history is None:
@@ -113,11 +113,11 @@ class SFTLoss(LossModule):
             settings = {"tokenize": True, "return_dict": True, "add_generation_prompt": False}
             settings |= {"return_assistant_tokens_mask": True, **(self.tokenizer_kwargs or {})}
             tokenizer = actor.tokenizer if self.tokenizer is None else self.tokenizer
-            made = history.apply_chat_template(tokenizer=tokenizer, **settings)
-            ids, marks = (rows(made, key) or [] for key in ("input_ids", "assistant_masks"))
+            encoded = history.apply_chat_template(tokenizer=tokenizer, **settings)
+            ids, marks = (rows(encoded, key) or [] for key in ("input_ids", "assistant_masks"))
             td.set("tokens", lazy_stack([TensorDict(full=row) for row in ids]))
             td.set(
                 "masks", lazy_stack([TensorDict(all_assistant_mask=row.bool()) for row in marks])
             )
-            return td.exclude(actor.in_keys[0])  # the actor would render it in its own way
+            return td.exclude(actor.in_keys[0])  # else the actor would render it again
         return td

@@ -82,7 +82,7 @@ def check_time(
     parts = {"start": findings.start, f"{total} iterations": training}
     if loop.evaluate.plans:
         few = copy(loop.evaluate)
-        few.rows = few.rows[: few.chunk * loop.runtime.ranks]
+        few.rows = few.rows[: few.prompts_per_batch * loop.runtime.ranks]
         start, times = time.perf_counter(), 1 + sum(few.due(i, total) for i in range(1, total + 1))
         few(0)
         one = (time.perf_counter() - start) * len(loop.evaluate.rows) / max(len(few.rows), 1)

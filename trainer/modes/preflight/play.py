@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from tensordict import TensorDictBase
 
-from trainer.runtime import peak
+from trainer.runtime import peak_memory
 from trainer.trainer import Trainer
 from trainer.weight_sync import weight_sync
 
@@ -83,7 +83,7 @@ def play(loop: Trainer, number: int) -> Iteration:
     def phase(name: str, work: Callable[[], Any]) -> Any:
         before, start = restart_peak(loop.runtime.device), time.perf_counter()
         out = work()
-        phases[name] = Phase(time.perf_counter() - start, before, peak(loop.runtime.device))
+        phases[name] = Phase(time.perf_counter() - start, before, peak_memory(loop.runtime.device))
         return out
 
     batch = phase("generate", lambda: loop.source(number))
@@ -95,7 +95,7 @@ def play(loop: Trainer, number: int) -> Iteration:
 
 
 def restart_peak(device: torch.device) -> int:
-    """Let `trainer.runtime.peak` begin anew, where the system can; return the bytes in use now."""
+    """Reset `trainer.runtime.peak_memory`, where the system can; return the bytes in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)

@@ -11,7 +11,7 @@ from runs import metrics, train_here
 
 from policies.chats.chat_template import Renderer
 from policies.models import find_model, load_tokenizer
-from trainer.fitting import Fit
+from trainer.length_filter import LengthFilter
 
 
 def chat(*texts):
@@ -22,7 +22,7 @@ def chat(*texts):
 def fit(room, name="chatml"):
     renderer = Renderer(load_tokenizer(find_model("tiny")), name)
     env = SimpleNamespace(messages=lambda row: row["messages"])
-    return Fit(renderer, room, env, True, "a limit", "raise it")
+    return LengthFilter(renderer, room, env, True, "a limit", "raise it")
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen", "llama"])

@@ -1,8 +1,8 @@
-"""Rows that do not fit the model: found before the first iteration and left out.
+"""Find and drop rows that are too long for the model, before the first iteration.
 
-A prompt fits below policy.max_prompt_tokens and, with policy.max_new_tokens, the model's positions;
-a demonstration or preference fits the positions. Most rows fit by their bytes alone; the others are
-rendered. The generator checks what is not known yet: rows made on demand, and later turns.
+Prompts must fit policy.max_prompt_tokens and, with policy.max_new_tokens, the model's positions;
+demonstrations and preferences the positions. Rows whose bytes already fit are not rendered. The
+generator checks lazily made rows and later turns.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from policies.chats.chat_template import Renderer
 from policies.scorer import max_positions
 from trainer.trainer import Trainer
 
-SAMPLE = 64  # rows, from all over the data: if none of them fits, the run ends
+SAMPLE = 64  # random rows: if none of them fits, the run ends
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Where rows have to fit: `room` tokens of each of their chats, prompts if `prompt`.
+class LengthFilter:
+    """Find rows with a chat (with `prompt`: a prompt) of more than `room` tokens.
 
-    `limit` names what bounds them, `remedy` what lets them fit.
+    `limit` and `remedy` are for the message: the name of the bound and the change that helps.
     """
 
     renderer: Renderer
@@ -35,12 +35,12 @@ class Fit:
     remedy: str
 
     def too_long(self, rows: Sequence[Row]) -> dict[int, int]:
-        """Return the size in tokens of each row that does not fit, by its place."""
+        """Return the size in tokens of each row that does not fit, by row index."""
         sizes = {i: self._size(row) for i, row in enumerate(rows)}
         return {i: size for i, size in sizes.items() if size > self.room}
 
     def _size(self, row: Row) -> int:
-        """Return the tokens of a row's longest chat, 0 where its bytes alone say that it fits."""
+        """Return the tokens of a row's longest chat; 0 if its bytes already fit."""
         size, chats = 0, [self.env.messages(row)]
         if "rejected" in row and not self.prompt:
             chats = [[*chats[0], assistant(row[name])] for name in ("chosen", "rejected")]
@@ -51,29 +51,29 @@ class Fit:
         return size
 
 
-def fits(loop: Trainer) -> dict[str, Fit]:
-    """Return where the "train" and "eval" rows of a run have to fit; {} if there is no bound."""
+def make_filters(loop: Trainer) -> dict[str, LengthFilter]:
+    """Return the filters of a run's "train" and "eval" rows; {} without a bound."""
     env, positions = getattr(loop.source, "env", None), max_positions(loop.policy.model)
     limits, plays = loop.generator.limits, hasattr(loop.source, "prompts")
-    own, new = limits.max_prompt_tokens, limits.max_new_tokens
-    whole = positions, False, "max_position_embeddings of the model", "take another model"
-    start = own, True, "policy.max_prompt_tokens", "raise it"
-    if positions is not None and (own is None or positions - new < own):
-        start = positions - new, True, f"{whole[2]} - policy.max_new_tokens", "lower the latter"
-    rooms = {"train": start if plays else whole}
+    longest, new = limits.max_prompt_tokens, limits.max_new_tokens
+    chat = positions, False, "max_position_embeddings of the model", "take another model"
+    prompt = longest, True, "policy.max_prompt_tokens", "raise it"
+    if positions is not None and (longest is None or positions - new < longest):
+        prompt = positions - new, True, f"{chat[2]} - policy.max_new_tokens", "lower the latter"
+    rooms = {"train": prompt if plays else chat}
     if loop.evaluate.plans:
-        rooms["eval"] = start
+        rooms["eval"] = prompt
     return {
-        name: Fit(loop.policy.renderer, room, env, *about)
+        name: LengthFilter(loop.policy.renderer, room, env, *about)
         for name, (room, *about) in rooms.items()
         if env is not None and room is not None
     }
 
 
-def fit_rows(loop: Trainer) -> list[str]:
-    """Take the rows that do not fit out of a run; return what to say of it."""
+def drop_long_rows(loop: Trainer) -> list[str]:
+    """Drop the rows that do not fit; return a message for each kind of rows."""
     messages = []
-    for name, fit in fits(loop).items():
+    for name, fit in make_filters(loop).items():
         part = loop.source if name == "train" else loop.evaluate
         rows = getattr(part, "rows", ())
         listed = isinstance(rows, list | tuple) or getattr(rows, "listed", False)
@@ -82,7 +82,7 @@ def fit_rows(loop: Trainer) -> list[str]:
         some = Random(0).sample(range(len(rows)), min(SAMPLE, len(rows)))
         tried = [rows[i] for i in some]
         sizes = fit.too_long(tried)
-        if len(sizes) < len(tried):  # else the others need not be rendered
+        if len(sizes) < len(tried):  # else the sample is enough for the error
             tried, sizes = rows, fit.too_long(rows)
         if not sizes:
             continue
@@ -90,9 +90,9 @@ def fit_rows(loop: Trainer) -> list[str]:
         text = f"{len(sizes)} of {len(tried)} {name} rows exceed {fit.room} tokens ({fit.limit}): "
         text += ", ".join([*some, "..."] if len(sizes) > 3 else some)
         if len(sizes) == len(tried):
-            shorter = "or give shorter rows or a shorter policy.system_prompt"
-            raise ValueError(f"{text}, which leaves none; {fit.remedy}, {shorter}")
-        kept = LazyRows(rows.__getitem__, [i for i in range(len(rows)) if i not in sizes])
+            alternative = "or give shorter rows or a shorter policy.system_prompt"
+            raise ValueError(f"{text}, which leaves none; {fit.remedy}, {alternative}")
+        shorter = LazyRows(rows.__getitem__, [i for i in range(len(rows)) if i not in sizes])
         messages.append(f"{text}; dropped")
-        part.keep(kept) if name == "eval" else setattr(part, "rows", kept)
+        part.set_rows(shorter) if name == "eval" else setattr(part, "rows", shorter)
     return messages
