@@ -44,7 +44,7 @@ from trainer.reports.frontier import sample_limit
 from trainer.runs.run_files import load_run, read_lines
 
 BOTH = "kl.where=loss kl.estimator=k3_ratio kl.controller=constant optimizer.schedule=constant"
-QUIET = "eval.every=0 eval.num_samples=0 eval.greedy=false eval.limit=0 checkpoint.every=0"
+QUIET = "eval.every=0 eval.num_samples=0 eval.greedy=false eval.frontier=0 checkpoint.every=0"
 LOGS = dict(zip(LIBRARIES, ("metrics.jsonl", "log.jsonl"), strict=True))
 EVERY = 0.1  # seconds between two looks at a run
 

@@ -19,7 +19,7 @@ MAY = {  # what may be given beside resume=, by mode
     "chat": ("policy.temperature", *BOTH, "launch.threads"),
     "evaluate": ("eval", *BOTH, "policy.max_prompt_tokens", *ENGINE[1:], "env"),
     "export": ("output_dir", "hub", "policy.device"),
-    "limit": ("eval.num_samples", *ENGINE),
+    "frontier": ("eval.num_samples", *ENGINE),
 }
 
 
@@ -32,7 +32,7 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
         config = checked(cfg)
         config["trains_first"] = sorted({*without_training(config, compose_experiment)})
         return config | {"tracker": SILENT}
-    if mode in ("export", "limit") and not cfg.resume:
+    if mode in ("export", "frontier") and not cfg.resume:
         raise ValueError(f"mode={mode} is about a trained run; give resume=<run folder>")
     if mode == "export" and (not cfg.output_dir or Path(cfg.output_dir).expanduser().exists()):
         raise ValueError("mode=export writes a new folder; give output_dir=<folder>, not there yet")
@@ -42,13 +42,13 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
     if mode == "evaluate" and not config["output_dir"]:
         config["output_dir"] = unique_folder("outputs/evaluate")
     # What only training needs goes; chat and evaluate compare with a reference.
-    config["kl"]["measure"] = mode not in ("export", "limit")
+    config["kl"]["measure"] = mode not in ("export", "frontier")
     config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
     config["algorithm"].pop("critic", None)
     config["tracker"], config["trainer"]["overlap"] = SILENT, 0
-    config["eval"]["limit"] = 0
+    config["eval"]["frontier"] = 0
     config["launch"] |= {"strategy": "ddp", "offload": False}
-    if mode not in ("evaluate", "limit"):
+    if mode not in ("evaluate", "frontier"):
         config["launch"]["num_processes"] = 1
         config["policy"]["engine"] = "transformers"
     return config
@@ -62,14 +62,14 @@ def _of_run(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
     elif not cfg.output_dir:
         instead["output_dir"] = str(folder)
     config = resumed(str(folder), cfg, words, may=MAY.get(mode, ()), **instead)
-    if mode != "limit":
+    if mode != "frontier":
         if not has_weights(folder):
             raise ValueError(no_weights(folder))
         return config
     kl, held_out = config["kl"], config["eval"]
     if kl["refresh_every"] or not kl["measure"] or held_out["temperature"] != 1:
         why = "kl.measure=true, kl.refresh_every=0 and eval.temperature=1"
-        raise ValueError(f"{folder} has no limit: that is of replies with {why}")
+        raise ValueError(f"{folder} has no frontier: it needs {why}")
     held_out["greedy"] = False
     if not any(word.startswith("eval.num_samples=") for word in words):
         held_out["num_samples"] = 64

@@ -3,7 +3,7 @@
     python docs/replies.py multirun/ppo_sentiment_smollm/<date_time>
 
 Rewards and KL are those of the held-out replies, the KL in nats per reply. The efficiency is known
-once the reference was sampled: `python -m trainer.reports <sweep> --limit`.
+once the reference was sampled: `python -m trainer.reports <sweep> --frontier`.
 """
 
 import sys

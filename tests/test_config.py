@@ -130,7 +130,7 @@ FAULTS = [  # words, and the key that the line names
     (["trainer.overlap=1"], r"trainer\.overlap.*policy\.vllm\.url"),
     (["policy.vllm.max_num_seqs=3"], r"policy\.vllm\.max_num_seqs"),
     (["trainer.patience=2", "eval.every=0"], r"trainer\.patience"),
-    (["eval.limit=8", "kl.refresh_every=1"], r"eval\.limit"),
+    (["eval.frontier=8", "kl.refresh_every=1"], r"eval\.frontier"),
     (["checkpoint.keep_best=true", "checkpoint.every=1"], r"checkpoint\.keep_best"),
     (["policy.model=./nowhere"], r"policy\.model"),
     (["env.transforms.kl._target_=envs.transforms.RetrieveKL"], r"env\.transforms\.kl\._target_"),

@@ -13,7 +13,7 @@ from trainer.runs.find import nothing_left
 CONFIG = compose_checked(["experiment=grpo_tiny", "policy.model=tiny"])
 FILES = {
     "config.yaml": yaml.safe_dump(CONFIG, sort_keys=False),
-    "limit.json": '{"reward": [[0.5, 1.0]], "success": [[0, 1]]}',
+    "frontier.json": '{"reward": [[0.5, 1.0]], "success": [[0, 1]]}',
     **dict.fromkeys(("eval.json", "errors/rank0.txt", ".hydra/defaults.yaml"), "{}"),
 }
 WRITTEN = ("status.json", "metrics.jsonl", "transcripts.jsonl", ".hydra/overrides.yaml")

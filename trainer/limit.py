@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ACCURACY, HELD_REWARD, HELD_KL = "eval/sampled_accuracy", "eval/reward", "eval/kl_ref_sequence"
-FILE = "limit.json"  # of a run or a sweep: samples of the reference
+FILE = "frontier.json"  # of a run or a sweep: samples of the reference
 Array = NDArray[np.float64]
 BENDS = 80  # points of a curve
 FALL_SHORT = 0.1  # of the redraws at most, of what is still judged
@@ -208,7 +208,7 @@ class Limit:
 
     @classmethod
     def of_samples(cls, found: Any) -> "Limit | None":
-        """Return that of a limit.json's contents; None if they are damaged."""
+        """Return that of a frontier.json's contents; None if they are damaged."""
         try:
             reward, success = (np.array(found[n], np.float64) for n in ("reward", "success"))
         except (TypeError, KeyError, ValueError):
@@ -256,11 +256,11 @@ class Limit:
     def ends(self) -> str:
         """Return where its line ends, and how to extend it."""
         more = 8 * self.success.shape[1]
-        return f"the line ends where these do (--limit {more} for more): docs/kl.md, The limit"
+        return f"the line ends where these do (--frontier {more} for more): docs/kl.md, The optimal frontier"
 
 
 def read_limit(path: Path) -> Limit | None:
-    """Read a limit.json, None of a damaged one."""
+    """Read a frontier.json, None of a damaged one."""
     try:
         return Limit.of_samples(json.loads(path.read_text(encoding="utf-8")))
     except ValueError:  # torn

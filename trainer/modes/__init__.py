@@ -19,7 +19,7 @@ def run_mode(loop: "Trainer", settings: dict[str, Any]) -> float:
     The run's status says it too, which is how the parent hears of it.
     """
     name = "preflight" if settings["preflight"] else settings["mode"]
-    if name in ("train", "evaluate", "limit"):
+    if name in ("train", "evaluate", "frontier"):
         for text in fit_rows(loop):
             loop.observers.say(text)
     if name == "train":

@@ -2,7 +2,7 @@
 
 python -m trainer.reports <run or sweep folder>                 # its page
 python -m trainer.reports <run or sweep folder> --svg run.svg   # only the picture
-python -m trainer.reports <run or sweep folder> --limit         # sample its reference first
+python -m trainer.reports <run or sweep folder> --frontier         # sample its reference first
 python -m trainer.reports outputs                               # the pages of all runs below
 python -m trainer.reports <run> <run or sweep> ...              # compare.html here, of all of them
 """
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folders", type=Path, nargs="+", metavar="folder")
     parser.add_argument("--svg", type=Path, help="write only the main picture to this file")
     about = "replies of the reference to each held-out prompt, 64 without a number (docs/kl.md)"
-    parser.add_argument("--limit", type=int, nargs="?", const=64, metavar="N", help=about)
+    parser.add_argument("--frontier", type=int, nargs="?", const=64, metavar="N", help=about)
     try:
         _run(parser.parse_args(arguments))
     except (ValueError, OSError) as error:
@@ -47,15 +47,15 @@ def _run(args: argparse.Namespace) -> None:
         runs += found[0]
         sweeps += found[1]
     one = (runs or sweeps)[0]
-    if len(runs) + len(sweeps) > 1 and (args.svg or args.limit):
+    if len(runs) + len(sweeps) > 1 and (args.svg or args.frontier):
         several = " ".join(map(str, args.folders))
-        raise ValueError(f"--svg and --limit are of one run or sweep, got {several} with several")
+        raise ValueError(f"--svg and --frontier are of one run or sweep, got {several} with several")
     jobs = [job for sweep in sweeps for job in find_jobs(sweep)]
     if len(args.folders) > 1:
         print(write_comparison(list(dict.fromkeys([*runs, *jobs]))))
         return
-    if args.limit:
-        sample_limit(one, args.limit)
+    if args.frontier:
+        sample_limit(one, args.frontier)
         runs += jobs
     if args.svg:
         write_text(args.svg, sweep_svg(one) if sweeps else run_svg(one))

@@ -4,7 +4,7 @@ A sweep has a point per setting. Bars go from the lowest to the highest seed. Th
 Pareto points, those that no other beats in both; a setting without a finished job is on no line. A
 cross is the model before training. The KL axis is a square-root scale, as in Gao et al. 2022
 (Scaling Laws for Reward Model Overoptimization, arXiv:2210.10760), where a distance is the root of
-a KL. The limit (trainer/limit.py) is drawn from the samples of mode=limit, where there are any.
+a KL. The limit (trainer/limit.py) is drawn from the samples of mode=frontier, where there are any.
 """
 
 import math
@@ -284,8 +284,8 @@ def sample_limit(folder: Path, samples: int) -> None:
     known = read_limit(folder / FILE) if (folder / FILE).is_file() else None
     if known is not None and known.success.shape[1] >= samples and of_same_rows(known, run):
         return  # more replies are only nearer to the truth
-    with TemporaryDirectory(dir=folder, prefix=".limit") as aside:  # a job may have its own
-        words = ["mode=limit", f"resume={hydra_path(run.resolve())}", f"eval.num_samples={samples}"]
+    with TemporaryDirectory(dir=folder, prefix=".frontier") as aside:  # a job may have its own
+        words = ["mode=frontier", f"resume={hydra_path(run.resolve())}", f"eval.num_samples={samples}"]
         command = [sys.executable, str(SCRIPT), *words, f"output_dir={hydra_path(Path(aside))}"]
         if code := subprocess.run(command, check=False).returncode:
             raise ValueError(f"{run} was not sampled: see above (exit code {code})")

@@ -71,7 +71,7 @@ def _values(run: Run, state: str) -> dict[str, Any]:
 
 
 def _limit(run: Run) -> Iterator[panels.Figure]:
-    """Draw what was reached below what can be, if the reference was sampled (mode=limit)."""
+    """Draw what was reached below what can be, if the reference was sampled (mode=frontier)."""
     limit = known_limit(run.folder)
     if limit is not None and (drawn := frontier.picture(run, limit)):
         yield panels.Figure(drawn, frontier.caption(run, limit), [ACCURACY, HELD_KL])

@@ -1,4 +1,4 @@
-"""mode=limit: what replies of the reference to the eval rows are worth, limit.json.
+"""mode=frontier: what replies of the reference to the eval rows are worth, frontier.json.
 
 The model that training started from, or that of kl.reference, at temperature 1. Made once for a run
 or a sweep and kept beside its page.
@@ -14,7 +14,7 @@ from trainer.trainer import Trainer
 
 
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
-    """Sample the reference and write limit.json; rows that the task dropped are left out."""
+    """Sample the reference and write frontier.json; rows that the task dropped are left out."""
     samples = settings["eval"]["num_samples"]
     path = Path(settings["output_dir"]).expanduser() / FILE
     loop.observers.say(f"sampling the reference: {loop.evaluate.about}")
