@@ -1,4 +1,4 @@
-"""The configuration of what is no training: preflight=true and the modes but train."""
+"""Configure preflight=true and all modes except train."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,14 +8,14 @@ from omegaconf import DictConfig
 
 from conf.compose import checked, compose_checked, compose_experiment
 from conf.resume import resumed
+from trainer.runs.discover import has_weights, missing_weights
 from trainer.runs.experiment_models import without_training
-from trainer.runs.find import has_weights, no_weights
 from trainer.runs.folders import unique_folder
 
 SILENT = {"_target_": "trainer.JsonlTracker", "keep_transcripts": False}
 BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed", "policy.device")
 ENGINE = ("policy.device", "policy.engine", "policy.vllm", "output_dir", "launch")
-MAY = {  # what may be given beside resume=, by mode
+MAY = {  # overrides allowed in addition to resume=, by mode
     "chat": ("policy.temperature", *BOTH, "launch.threads"),
     "evaluate": ("eval", *BOTH, "policy.max_prompt_tokens", *ENGINE[1:], "env"),
     "export": ("output_dir", "hub", "policy.device"),
@@ -24,7 +24,7 @@ MAY = {  # what may be given beside resume=, by mode
 
 
 def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
-    """Return the checked configuration of the mode or the preflight that words ask for."""
+    """Return the checked configuration of a mode or a preflight."""
     mode = cfg.mode
     if cfg.preflight:
         if mode != "train" or cfg.resume:
@@ -41,7 +41,7 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"mode={mode} is for models that reply, got a reward model")
     if mode == "evaluate" and not config["output_dir"]:
         config["output_dir"] = unique_folder("outputs/evaluate")
-    # What only training needs goes; chat and evaluate compare with a reference.
+    # Drop the parts that only training needs; chat and evaluate need a reference.
     config["kl"]["measure"] = mode not in ("export", "frontier")
     config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
     config["algorithm"].pop("critic", None)
@@ -55,16 +55,16 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _of_run(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration for a mode on what a run trained."""
+    """Return the configuration of a mode on the weights of a run."""
     folder, mode, instead = Path(cfg.resume), cfg.mode, {"output_dir": cfg.output_dir}
-    if mode in ("chat", "export"):  # they play no rows: the data of the run need not exist
+    if mode in ("chat", "export"):  # they use no rows, so the data may be missing
         instead["env"] = compose_checked(["env=sort_digits"])["env"]
     elif not cfg.output_dir:
         instead["output_dir"] = str(folder)
     config = resumed(str(folder), cfg, words, may=MAY.get(mode, ()), **instead)
     if mode != "frontier":
         if not has_weights(folder):
-            raise ValueError(no_weights(folder))
+            raise ValueError(missing_weights(folder))
         return config
     kl, held_out = config["kl"], config["eval"]
     if kl["refresh_every"] or not kl["measure"] or held_out["temperature"] != 1:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer.limit import FILE, HELD_KL, HELD_REWARD, Limit, read_limit
 from trainer.reports.sweep_jobs import efficiency
-from trainer.runs.find import find_jobs
+from trainer.runs.discover import find_jobs
 from trainer.runs.run_files import Run, load_run, read_lines
 
 

@@ -21,7 +21,7 @@ from conf.compose import compose_checked
 from conf.resume import read_saved
 from envs.tasks import Reward, Task
 from policies.optional_packages import EXTRAS
-from trainer.runs.find import nothing_left
+from trainer.runs.discover import nothing_left
 
 HERE = "test_config"
 FILES = sorted((ROOT / "conf").glob("*/*.yaml"))

@@ -8,7 +8,7 @@ from runs import asked
 from conf.compose import compose_checked
 from trainer.reports.__main__ import main as report
 from trainer.reports.sweep_page import write_sweep
-from trainer.runs.find import nothing_left
+from trainer.runs.discover import nothing_left
 
 CONFIG = compose_checked(["experiment=grpo_tiny", "policy.model=tiny"])
 FILES = {

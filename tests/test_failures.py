@@ -9,7 +9,14 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from trainer.runs.failures import LESS_MEMORY, TRACEBACKS, complain, headline, last_words, say
+from trainer.runs.failures import (
+    LESS_MEMORY,
+    TRACEBACKS,
+    headline,
+    print_error,
+    record_failure,
+    say,
+)
 from trainer.runs.launch import kill_reason
 from trainer.runs.run_files import read_status
 from trainer.runs.run_log import FILE as LOG
@@ -54,7 +61,7 @@ def test_a_failure_leaves_its_line_and_traceback_without_secrets(tmp_path, monke
     text = "401 for hf_planted_1, https://me:url_planted_2@hub/x, extra_token=in_planted_3; plain"
     with pytest.raises(KeyError) as caught:
         raise KeyError(text + "x" * 60_000) from ValueError("hf_planted_1")
-    assert last_words(tmp_path, caught.value) == 1
+    assert record_failure(tmp_path, caught.value) == 1
     reason, kept = read_status(tmp_path)["reason"], (tmp_path / "errors/rank0.txt").read_text()
     for written in (reason, kept):
         assert "planted" not in written
@@ -72,13 +79,13 @@ def test_a_failure_on_a_full_disk_is_in_the_status_or_printed(tmp_path, capsys, 
     monkeypatch.setenv("LEASH_PARENT", "1")
     monkeypatch.setattr("trainer.runs.failures.write_text", fail)
     (tmp_path / "status.json").write_text('{"state": "running", "iteration": 2}')
-    last_words(tmp_path, FULL)
+    record_failure(tmp_path, FULL)
     assert capsys.readouterr().err == ""
     status = read_status(tmp_path)
     assert (status["state"], status["iteration"]) == ("failed", 2)
     assert "No space left" in status["reason"]
     (tmp_path / "status.json").unlink()
-    last_words(tmp_path, FULL)
+    record_failure(tmp_path, FULL)
     assert capsys.readouterr().err.startswith("error: cannot write (")
 
 
@@ -87,7 +94,7 @@ def test_run_log_has_what_was_logged_and_told_without_secrets(tmp_path, capsys, 
     with run_log(tmp_path), run_log(tmp_path):
         logging.getLogger("mine").info("sent %s", "sk-verysecret")
         say("a line")
-        complain("a fault")
+        print_error("a fault")
     said = capsys.readouterr()
     assert (said.out, said.err) == ("a line\n", "error: a fault\n")
     lines = [line.split(" ", 2)[2] for line in (tmp_path / LOG).read_text().splitlines()]
@@ -115,6 +122,6 @@ def test_tracebacks_are_printed_where_they_are_asked_for(name, tmp_path, capsys,
         try:
             raise KeyError("deep")
         except KeyError as error:
-            last_words(tmp_path, error)
-            complain("a fault")
+            record_failure(tmp_path, error)
+            print_error("a fault")
         assert capsys.readouterr().err.count("in test_tracebacks") == 2 * asked

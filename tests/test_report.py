@@ -20,7 +20,7 @@ from trainer.reports.diagnosis import WORDS, Diagnosis
 from trainer.reports.live import SECONDS, SHARE, LiveReport
 from trainer.reports.panels import MAIN, MORE, unhealthy
 from trainer.reports.report import run_svg, write_report
-from trainer.runs.lock import held
+from trainer.runs.lock import locked
 from trainer.runs.run_files import load_run, read_lines
 
 
@@ -62,7 +62,7 @@ def test_the_summary_has_the_task_reward_and_means_of_the_last_iterations(tmp_pa
     ]
     rows[-1] |= {"eval/kl_ref_sequence": 2.5, "kl/efficiency": 0.8123}
     write_status(write_lines(tmp_path, *rows), held_out=3)
-    assert summary.in_one_line(load_run(tmp_path)) == (
+    assert summary.summary_line(load_run(tmp_path)) == (
         "task reward 0.25 -> 1.88 (last 2), KL to the reference 0 nats per reply (last 2), "
         "KL of the held-out replies 2.5 nats, KL efficiency 0.812, iterations 8"
     )
@@ -136,7 +136,7 @@ def test_a_page_reloads_itself_while_its_run_goes_on_and_says_what_it_does(tmp_p
     write_lines(tmp_path, *[{"reward/mean": 0.5, "time/iteration_s": 8.0}] * 12)
     phase = {"phase": "evaluate", "phase_since": time.time() - 75, "phase_share": 0.4}
     write_status(tmp_path, state="running", **phase)
-    with held(tmp_path):
+    with locked(tmp_path):
         page = Page(write_report(tmp_path))
         assert page.goes_on
         assert {"evaluating on held-out prompts: 40% done, for ", "1 min 15 s"} <= {*page.texts}
@@ -219,7 +219,7 @@ def clock(monkeypatch) -> list[float]:
 def test_a_report_follows_its_run(tmp_path, clock):
     folder = write_status(tmp_path / "run", state="running")
     report, page = LiveReport(folder), folder / "report.html"
-    with held(folder):
+    with locked(folder):
         report.begin()
         assert Page(page).goes_on
         page.unlink()

@@ -3,7 +3,7 @@
 The same env and collect as training; only the rows, the temperature and the streams differ.
 Ranks share the rows, evenly or not. Accuracy is also reported per row label. Dropped replies are
 excluded. kl/efficiency is how much of its KL a policy needed (docs/kl.md), from replies of the
-reference: sampled before training with eval.frontier, or later by mode=frontier, kept in frontier.json.
+reference: sampled before training (eval.frontier) or later (mode=frontier), see frontier.json.
 """
 
 import json

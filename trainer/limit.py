@@ -256,7 +256,7 @@ class Limit:
     def ends(self) -> str:
         """Return where its line ends, and how to extend it."""
         more = 8 * self.success.shape[1]
-        return f"the line ends where these do (--frontier {more} for more): docs/kl.md, The optimal frontier"
+        return f"the line ends where these do (--frontier {more} for more): docs/kl.md"
 
 
 def read_limit(path: Path) -> Limit | None:
