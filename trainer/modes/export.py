@@ -72,7 +72,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     except BaseException:  # no partial model stays, e.g. on a full disk
         shutil.rmtree(part, ignore_errors=True)
         raise
-    print(f"exported   {chosen.what}\nmodel      {target}", flush=True)
+    print(f"exported   {chosen.label}\nmodel      {target}", flush=True)
     if settings["hub"]:
         print(f"hub        {push(target, settings['hub'])}", flush=True)
     return 0.0
