@@ -15,14 +15,14 @@ try:
     from omegaconf import DictConfig, OmegaConf
 
     from conf import build as parts
-except ModuleNotFoundError as missing:  # in the Python of the system, most likely
+except ModuleNotFoundError as missing:  # probably the system's Python
     sys.exit(f"error: {missing}; type .venv/bin/python in place of python (make setup makes it)")
 
 
 def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float:
-    """Put the parts of a run together and train, or what `mode` says; return its metric.
+    """Build the parts of a run and run its mode; return its metric.
 
-    `observers` are trainer.Observer objects that watch the run besides those of the configuration.
+    `observers`: trainer.Observer objects in addition to those of the configuration.
     """
     import policies
     import trainer
@@ -36,7 +36,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
     with parts.make_runtime(cfg, folder) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
         task = parts.make_task(cfg.env)
-        # A fault in the data or in a user's reward is found before a model is loaded.
+        # A fault in the data or in a user's reward is raised before a model is loaded.
         if cfg.allow_targets or "envs.rewards.Registered" in str(cfg.env.rewards):
             parts.find_target("envs.rewards.validate.try_reward")(task)
         policy = runtime.load(lambda **at: parts.make_policy(cfg.policy, **at))
@@ -46,13 +46,13 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         if critic := algorithm.get("critic"):
             policy.scorer.critic = policies.Critic(policy.scorer, **critic)
         generator = parts.make_generator(cfg.policy, policy, runtime.folder)
-        made = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
+        shared = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
         transforms = parts.make_transforms(cfg)
-        made |= {"env": parts.make_env(cfg, task, policy, transforms.values()), "leash": leash}
-        verbs = parts.make_verbs(cfg, **made)
-        source = parts.make_source(cfg, verbs.values(), **made)
-        advantage = parts.build(algorithm.advantage, algorithm, cfg.trainer, **made)
-        objective = parts.build(algorithm.objective, algorithm, **made)
+        shared |= {"env": parts.make_env(cfg, task, policy, transforms.values()), "leash": leash}
+        verbs = parts.make_verbs(cfg, **shared)
+        source = parts.make_source(cfg, verbs.values(), **shared)
+        advantage = parts.build(algorithm.advantage, algorithm, cfg.trainer, **shared)
+        objective = parts.build(algorithm.objective, algorithm, **shared)
         watching = parts.make_observers(cfg, runtime, observers)
         settings = parts.keys_for(make := trainer.make_optimizer, opt)
         scorer, optimizer = runtime.prepare(policy, make, settings, reference, advantage)
@@ -75,7 +75,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
                 reference=reference.scorer,
             ),
             evaluate=trainer.Evaluate(
-                **{name: made[name] for name in ("task", "env", "generator", "runtime")},
+                **{name: shared[name] for name in ("task", "env", "generator", "runtime")},
                 retrieve_kl=reference,
                 **cfg.eval,
             ),
@@ -100,43 +100,43 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
 
 
 def worker(folder: str, resume: str | None = None) -> int:
-    """Train in this process by the configuration in a folder; return the exit code."""
+    """Run the configuration of a run folder in this process; return the exit code."""
     from trainer.early_stopping import Stopped
-    from trainer.runs.failures import last_words
-    from trainer.runs.folders import ASIDE
-    from trainer.runs.lock import held_by_rank
+    from trainer.runs.failures import record_failure
+    from trainer.runs.folders import TEMPORARY
+    from trainer.runs.lock import locked_by_rank
     from trainer.runs.run_log import run_log
 
     alone = "LEASH_PARENT" not in os.environ  # below torchrun or accelerate launch
     try:
         cfg: Any = OmegaConf.load(Path(folder) / "config.yaml")
         cfg.resume = resume or cfg.resume
-        with run_log(Path(folder)), held_by_rank(Path(folder)):
+        with run_log(Path(folder)), locked_by_rank(Path(folder)):
             value = train(cfg, Path(folder))
     except Stopped:
         return 143
-    except BaseException as error:  # a reward may raise SystemExit; the parent says it in a line
-        return last_words(Path(os.environ.get("LEASH_FOLDER", folder)), error)
+    except BaseException as error:  # a reward may raise SystemExit; the parent prints one line
+        return record_failure(Path(os.environ.get("LEASH_FOLDER", folder)), error)
     finally:
-        if alone and Path(folder).name.startswith(ASIDE):
+        if alone and Path(folder).name.startswith(TEMPORARY):
             shutil.rmtree(folder, ignore_errors=True)
     return int(alone and cfg.preflight and value > 0)
 
 
 def open_streams() -> None:
-    """Open to nowhere what a daemon is started without: the next file would get its number."""
+    """Open the standard streams that a daemon lacks: the next file would get their number."""
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-        if mode == "w":  # pdb may have read from the other already
-            getattr(sys, name).reconfigure(errors="replace")  # of what a terminal cannot show
+        if mode == "w":  # pdb may have read from stdin already
+            getattr(sys, name).reconfigure(errors="replace")  # for unprintable characters
 
 
 if __name__ == "__main__":
     open_streams()
-    sys.path.append(os.getcwd())  # the user's own modules, behind all others
+    sys.path.append(os.getcwd())  # the user's modules, after all others
     if sys.argv[1:2] == ["--worker"]:
         sys.exit(worker(*sys.argv[2:]))
-    from conf.cli import cli  # a worker needs nothing of it
+    from conf.cli import cli  # not needed by a worker
 
     sys.exit(cli())

@@ -2,7 +2,7 @@
 
     python -m benchmarks.distributions [--batch 2] [--tokens 64] [--vocabulary 50000]
 
-"memory 1.00" is one copy of the logits; every call is on a new distribution. Nothing is asserted.
+"memory 1.00" is one copy of the logits; every call uses a new distribution. Nothing is asserted.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""The built-in sampler beside vLLM: seconds to sample the same prompts, and to hand over weights.
+"""Compare the built-in sampler and vLLM: seconds to sample the same prompts and to sync weights.
 
     .venv-vllm/bin/python -m benchmarks.engines [--model ...] [--prompts 64] [--tokens 16 128]
 
-Both in this process, in turns, on one model; the ratio is of the medians of this run.
+Both run alternately in this process on one model; the ratio is of medians.
 """
 
 import argparse
@@ -33,15 +33,15 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def chats(count: int) -> TensorDict:
-    """Return prompts, each its own."""
-    asked = [[{"role": "user", "content": f"Tell me a story of {i} sheep."}] for i in range(count)]
-    td = TensorDict(history=ChatHistory(prompt=History.from_chats(asked)), batch_size=[count])
+    """Return distinct prompts."""
+    rows = [[{"role": "user", "content": f"Tell me a story of {i} sheep."}] for i in range(count)]
+    td = TensorDict(history=ChatHistory(prompt=History.from_chats(rows)), batch_size=[count])
     return td.set("stream", fold(0, torch.arange(count)))
 
 
 def main() -> None:
     """Print the table."""
-    words = argparse.ArgumentParser(description="The built-in sampler beside vLLM.")
+    words = argparse.ArgumentParser(description="Compare the built-in sampler and vLLM.")
     words.add_argument("--model", default=EMBEDDED)
     words.add_argument("--prompts", type=int, default=64)
     words.add_argument("--tokens", type=int, nargs="+", default=[16, 128])
@@ -53,7 +53,7 @@ def main() -> None:
     engine = vllm_beside(policy, share=Path(mkdtemp()))
     print(f"{args.model}, {args.prompts} prompts, {torch.get_num_threads()} threads")
     synced = [seconds(lambda: weight_sync(policy, engine)) for _ in range(args.times)]
-    print(f"hand-over of weights, proved: {statistics.median(synced):.2f} s")
+    print(f"weight sync, verified: {statistics.median(synced):.2f} s")
     print(f"{'new tokens':>10} {'built in':>9} {'vLLM':>9} {'ratio':>6}")
     for tokens in args.tokens:
         kwargs = {**policy.generate_kwargs, "max_new_tokens": tokens, "eos_token_id": last}

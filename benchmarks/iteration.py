@@ -1,10 +1,10 @@
-"""What an iteration costs on the embedded model, against the same work done the plain way.
+"""Compare the time of an iteration on the embedded model with a plain implementation.
 
     python -m benchmarks.iteration [--prompts 8] [--group 8] [--tokens 16] [--repeats 3]
 
-"plain": every sequence with its own prompt: transformers' `generate`, and forwards over padded
-rows with logits for every token. "leash": the sampler and the scorer as the trainer uses them.
-Prints seconds (median) and the ratio plain / leash; no threshold, nothing is asserted.
+"plain": every sequence repeats its prompt; transformers' `generate`, and forwards over padded rows
+with logits for every token. "leash": the sampler and the scorer as the trainer uses them. Prints
+median seconds and the ratio plain / leash; nothing is asserted.
 """
 
 import argparse
@@ -23,7 +23,7 @@ COUNTRIES = ["France", "Japan", "Germany", "Italy", "Spain", "Egypt", "Kenya", "
 
 
 def main() -> None:
-    """Measure rollout, reference pass and update both ways."""
+    """Measure rollout, reference pass and update of both implementations."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, value in (("prompts", 8), ("group", 8), ("tokens", 16), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -41,11 +41,11 @@ def main() -> None:
         return sample(model, *left, streams=streams, stop=stop, max_new_tokens=args.tokens)
 
     def roll_plain():
-        given = {"input_ids": left[0], "attention_mask": left[1].long()}
-        return model.generate(**given, max_new_tokens=args.tokens, do_sample=True, top_k=0)
+        inputs = {"input_ids": left[0], "attention_mask": left[1].long()}
+        return model.generate(**inputs, max_new_tokens=args.tokens, do_sample=True, top_k=0)
 
-    drawn = roll()
-    replies = unpad(drawn.ids, drawn.mask)
+    sampled = roll()
+    replies = unpad(sampled.ids, sampled.mask)
     rows = [torch.cat(pair) for pair in zip(prompts, replies, strict=True)]
     tokens, mask = pad(rows), pad_mask([len(r) for r in rows])
     starts = torch.tensor([len(p) for p in prompts])[:, None]

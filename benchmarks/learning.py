@@ -1,11 +1,11 @@
-"""How every algorithm learns the embedded task: curves of several seeds in one picture.
+"""Train every algorithm on the embedded task and draw curves over several seeds.
 
     python -m benchmarks.learning [--seeds 101 102 103] [--experiments rloo_tiny ...]
 
-Runs each `experiment` on each seed, one after the other, with about eight evaluations; what is
-finished in --folder is not run again. Then draws docs/learning.svg (--svg) and prints a table. A
-curve is the mean of the seeds, its band goes from the lowest to the highest. `--words key=value`
-go to every run: give them a --folder of their own.
+Runs each experiment on each seed, one after the other, with about eight evaluations; finished runs
+in --folder are reused. Then draws docs/learning.svg (--svg) and prints a table. A curve is the mean
+of the seeds, its band goes from the lowest to the highest. `--words key=value` apply to every run:
+use a separate --folder for them.
 """
 
 import argparse
@@ -40,7 +40,7 @@ EXPERIMENTS = (
 # Okabe and Ito's colours and three more, dark enough for white paper and light enough for black.
 HUES = ("#0077b6", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#7f7f7f", "#8c564b")
 HUES = (*HUES, "#9467bd", "#e0245e", "#2a9d8f")
-PANELS = (  # metric, title, iterations that a point is the mean of
+PANELS = (  # metric, title, iterations averaged per point
     ("eval/sampled_accuracy", "held-out accuracy, sampled", 1),
     ("reward/raw_mean", "reward", 5),
     ("kl/ref_sequence", "KL to the start, nats a reply", 5),
@@ -52,7 +52,7 @@ Curve = dict[int, float]  # a metric by iteration
 
 
 def main() -> None:
-    """Run what is missing, then draw and print."""
+    """Run the missing runs, then draw and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[101, 102, 103])
     parser.add_argument("--experiments", nargs="+", default=list(EXPERIMENTS))
@@ -73,18 +73,18 @@ def main() -> None:
 
 
 def run(name: str, seed: int, folder: Path, words: Sequence[str]) -> None:
-    """Train an experiment with some evaluations, unless it was; its output goes to a log beside."""
+    """Train an experiment unless it has finished; its output goes to <folder>.log."""
     if folder.exists():
         if load_run(folder).state == "finished":
             return
-        shutil.rmtree(folder)  # cut off: there are no checkpoints
+        shutil.rmtree(folder)  # unfinished, without checkpoints
     print(f"{folder} ...", file=sys.stderr, flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    told = [f"experiment={name}", f"seed={seed}", *words]
-    every = max(compose_checked(told)["trainer"]["num_iterations"] // EVALUATIONS, 1)
-    told += [f"eval.every={every}", "checkpoint.every=0", f"output_dir={folder}"]
+    overrides = [f"experiment={name}", f"seed={seed}", *words]
+    every = max(compose_checked(overrides)["trainer"]["num_iterations"] // EVALUATIONS, 1)
+    overrides += [f"eval.every={every}", "checkpoint.every=0", f"output_dir={folder}"]
     with folder.with_name(f"{folder.name}.log").open("w") as log:
-        command = [sys.executable, str(ROOT / "train.py"), *told]
+        command = [sys.executable, str(ROOT / "train.py"), *overrides]
         done = subprocess.run(command, stdout=log, stderr=log, check=False)
     if done.returncode:
         raise SystemExit(f"{name} with seed {seed} failed, see {log.name}")
@@ -106,13 +106,13 @@ def curve(run: Sequence[dict], metric: str, window: int) -> Curve:
     return {at: fmean(values[max(i + 1 - window, 0) : i + 1]) for i, (at, _) in enumerate(seen)}
 
 
-def together(curves: Sequence[Curve]) -> dict[int, list[float]]:
-    """Return the values of all seeds by iteration, where every seed has one."""
-    found = defaultdict(list)
+def align(curves: Sequence[Curve]) -> dict[int, list[float]]:
+    """Return the values of all seeds by iteration, for iterations that all seeds have."""
+    by_iteration = defaultdict(list)
     for one in curves:
         for at, value in one.items():
-            found[at].append(value)
-    return {at: values for at, values in sorted(found.items()) if len(values) == len(curves)}
+            by_iteration[at].append(value)
+    return {at: values for at, values in sorted(by_iteration.items()) if len(values) == len(curves)}
 
 
 def table(runs: dict[str, list[list[dict]]], words: Sequence[str] = ()) -> str:
@@ -127,24 +127,24 @@ def table(runs: dict[str, list[list[dict]]], words: Sequence[str] = ()) -> str:
         "seconds",
     )
     rows = []
-    for name, found in runs.items():
+    for name, seeds in runs.items():
         coeff = compose_checked([f"experiment={name}", *words])["kl"]["coeff"]
-        first, last = [run[0] for run in found], [run[-1] for run in found]
-        seconds = fmean(sum(row.get("time/iteration_s", 0.0) for row in run) for run in found)
+        first, last = [run[0] for run in seeds], [run[-1] for run in seeds]
+        seconds = fmean(sum(row.get("time/iteration_s", 0.0) for row in run) for run in seeds)
         cells = [
             f"{coeff:g}",
-            across(first, "eval/sampled_accuracy"),
-            across(last, "eval/sampled_accuracy", spread=True),
-            across(last, "eval/greedy_accuracy"),
-            across(last, EVAL_KL, spread=True),
+            average(first, "eval/sampled_accuracy"),
+            average(last, "eval/sampled_accuracy", spread=True),
+            average(last, "eval/greedy_accuracy"),
+            average(last, EVAL_KL, spread=True),
             f"{seconds:.0f}",
         ]
         rows.append([f"`{name}`", *cells])
     return markdown(head, rows)
 
 
-def across(ends: Sequence[dict], metric: str, *, spread: bool = False) -> str:
-    """Return the mean over seeds, with `spread` the range too; nothing of what is not measured."""
+def average(ends: Sequence[dict], metric: str, *, spread: bool = False) -> str:
+    """Return the mean over seeds, with `spread` and the range; "" for a missing metric."""
     values = [row[metric] for row in ends if metric in row]
     if not values:
         return ""
@@ -175,9 +175,9 @@ def panel(
     runs: dict[str, list[list[dict]]], place: int, metric: str, title: str, window: int
 ) -> str:
     """Return one chart: the mean of the seeds over the band that they span."""
-    found = {name: together([curve(run, metric, window) for run in r]) for name, r in runs.items()}
-    end = max((max(points) for points in found.values() if points), default=1) or 1
-    values = [v for points in found.values() for at in points.values() for v in at]
+    curves = {name: align([curve(run, metric, window) for run in r]) for name, r in runs.items()}
+    end = max((max(points) for points in curves.values() if points), default=1) or 1
+    values = [v for points in curves.values() for at in points.values() for v in at]
     high = ceiling(max([1e-9, *values]))
     left = LEFT + place * WIDTH
 
@@ -196,7 +196,7 @@ def panel(
         out.append(
             f'<text x="{x}" y="{TOP + HEIGHT + 16}" text-anchor="middle">{share * end:g}</text>'
         )
-    for i, points in enumerate(found.values()):
+    for i, points in enumerate(curves.values()):
         upper = [at(x, max(v)) for x, v in points.items()]
         lower = [at(x, min(v)) for x, v in reversed(points.items())]
         line = " ".join(at(x, fmean(v)) for x, v in points.items())

@@ -1,4 +1,4 @@
-"""Time and memory of a piece of work, and tables: what the benchmarks share."""
+"""Measure time and memory of a function, and render tables, for all benchmarks."""
 
 import ctypes
 import statistics
@@ -24,14 +24,14 @@ def seconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Return the largest number of bytes on the CPU that `work` held at once, its result included.
+    """Return the peak of the CPU bytes that `work` allocates, including its result.
 
-    What was there before does not count; temporaries inside one operator do.
+    Earlier allocations are excluded; temporaries inside one operator are included.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        held = work()  # alive until the recording ends
+        result = work()  # alive until the recording ends
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-    del held
+    del result
     live = top = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         live += event.nbytes()
@@ -40,14 +40,14 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def resident(field: str = "VmRSS") -> int:
-    """Return the resident bytes of this process now, or (VmHWM) the most since `reset_peak`."""
+    """Return the resident bytes of this process, or with VmHWM their peak since `reset_peak`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     line = next(line for line in lines if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 def reset_peak() -> int:
-    """Return freed memory to the system, forget the peak; return what is resident then (Linux)."""
+    """Return freed memory to the system and reset the peak; return the resident bytes (Linux)."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return resident()

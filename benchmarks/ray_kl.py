@@ -1,10 +1,10 @@
-"""What sharing one reference through Ray costs, for 1, 2 and 4 environments on one actor.
+"""Measure the cost of sharing one reference through Ray, for 1, 2 and 4 environments.
 
     python -m benchmarks.ray_kl [--model tiny] [--rows 8] [--tokens 64] [--steps 10]
 
 Prints the latency of a step (median, ms), the throughput of all environments together (tokens/s),
-the actor's memory (MiB) and the bytes that made it; first the same without Ray. Needs
-`pip install -e '.[ray]'`. No threshold, nothing is asserted.
+the actor's memory (MiB) and the bytes sent to create it; first without Ray. Needs
+`pip install -e '.[ray]'`. Nothing is asserted.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def reference(model: str) -> Any:
 
 
 def batch(rows: int, tokens: int) -> TensorDict:
-    """Return sampled ids with their generation log-probs; a made-up batch does as well."""
+    """Return a random batch of ids with generation log-probs."""
     keep = torch.ones(rows, tokens, dtype=torch.bool)
     parts = {
         "tokens": {"full": torch.randint(5, 15, (rows, tokens))},
@@ -52,7 +52,7 @@ def run(transform: Any, td: TensorDict, steps: int) -> list[float]:
 
 
 def line(name: str, transforms: list[Any], td: TensorDict, steps: int) -> str:
-    """Let the environments step at once, and return a row of the table."""
+    """Step all environments concurrently; return a row of the table."""
     for transform in transforms:
         run(transform, td, 2)
     start = time.perf_counter()
@@ -64,9 +64,9 @@ def line(name: str, transforms: list[Any], td: TensorDict, steps: int) -> str:
 
 
 def memory() -> float:
-    """Return the MiB of the actor, 0 without one."""
-    found = psutil.Process().children(recursive=True)
-    return sum(p.memory_info().rss for p in found if "ray::_Host" in " ".join(p.cmdline())) / 2**20
+    """Return the memory of the actor in MiB, 0 without an actor."""
+    procs = psutil.Process().children(recursive=True)
+    return sum(p.memory_info().rss for p in procs if "ray::_Host" in " ".join(p.cmdline())) / 2**20
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""Peak memory of a RolloutFromModel rollout, as a ratio to the size of what it returns.
+"""Measure the peak memory of a RolloutFromModel rollout, as a ratio to its result.
 
     python -m benchmarks.rollout_memory [--rows 64] [--tokens 256] [--prompt 64] [--vocabulary 330]
 
 The model is a GPT-2 of two narrow layers with random weights and no EOS, so all rows are full. The
-peak is the resident memory of the process above what it was before (Linux); nothing is asserted.
-With a real vocabulary, 50257, it is logits that would fill the memory: the last line.
+peak is the growth of the resident memory of the process (Linux); nothing is asserted. With a real
+vocabulary (50257) logits would fill the memory: see the last line.
 """
 
 import argparse
@@ -43,19 +43,19 @@ def main() -> None:
         prompt_rindex=torch.full((args.rows,), args.prompt - 1),
         batch_size=[args.rows],
     )
-    roll.generate(batch[:2])  # what is allocated once
+    roll.generate(batch[:2])  # one-time allocations
     before, start = reset_peak(), time.perf_counter()
-    made = roll.generate(batch)
-    drawn = resident("VmHWM") - before
-    td = roll.create_rollout_td(batch, *made)
+    generated = roll.generate(batch)
+    generate_peak = resident("VmHWM") - before
+    td = roll.create_rollout_td(batch, *generated)
     peak, seconds = resident("VmHWM") - before, time.perf_counter() - start
     leaves = td.values(include_nested=True, leaves_only=True)
     size = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
     scores = args.rows * args.tokens * args.vocabulary * 4
     print(f"B={args.rows} N={args.tokens} prompt={args.prompt} vocabulary={args.vocabulary}")
-    print(f"size of the rollout         {size / MIB:6.0f} MiB, made in {seconds:.1f} s")
+    print(f"size of the rollout         {size / MIB:6.0f} MiB, sampled in {seconds:.1f} s")
     for name, value in (
-        ("peak of generate", drawn),
+        ("peak of generate", generate_peak),
         ("peak of both steps", peak),
         ("scores [B, N, V], not kept", scores),
     ):

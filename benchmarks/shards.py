@@ -1,10 +1,10 @@
-"""Memory of a rank: with the whole model (ddp) and with a part of every weight (fsdp2).
+"""Measure the memory of a rank with the full model (ddp) and with shards (fsdp2).
 
     python -m benchmarks.shards [--ranks 2] [--model <folder or id>] [--dtype float32] [--tokens 64]
 
-After a step of GRPO's parts: policy, reference, gradients and AdamW's moments of a rank, by the
-size of its tensors, and what the process has taken beyond its imports: after an update, at the peak
-of an update, and while the policy samples, when shards are gathered.
+Policy, reference, gradients and AdamW's moments of a rank by the size of their tensors, and the
+memory of the process beyond its imports: after an update, at the peak of an update, and while the
+policy samples with gathered shards.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.measure import MIB
 from policies.load import load_policy, load_reference
 from policies.models import EMBEDDED
 from policies.sharding import local_bytes
-from trainer.modes.preflight.play import restart_peak
+from trainer.modes.preflight.profile import restart_peak
 from trainer.objectives import SFTObjective
 from trainer.optimizer import make_optimizer
 from trainer.runtime import Runtime, peak_memory
@@ -37,7 +37,7 @@ WAYS = ("ddp", "fsdp2")
 
 
 def main() -> None:
-    """Start the ranks of both ways, one way after the other, and print what rank 0 has found."""
+    """Start the ranks of both strategies, one after the other; print the results of rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", default=EMBEDDED)
@@ -49,17 +49,17 @@ def main() -> None:
         return measure(args)
     print(f"{args.model}, {args.dtype}, {args.ranks} ranks, MiB of a rank")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
-    found = []
+    results = []
     for way in WAYS:
         words = [*launcher, "-m", "benchmarks.shards", *sys.argv[1:], f"--way={way}"]
         done = subprocess.run(
             [sys.executable, *words], check=True, stdout=subprocess.PIPE, text=True
         )
         named = dict(line.split() for line in done.stdout.splitlines())
-        found.append({name: float(value) for name, value in named.items()})
-    for name, whole in found[0].items():
-        print(f"{name:12} ddp {whole:8.0f}   fsdp2 {found[1][name]:8.0f}   "
-              f"ratio {found[1][name] / whole:.2f}")  # fmt: skip
+        results.append({name: float(value) for name, value in named.items()})
+    for name, full in results[0].items():
+        print(f"{name:12} ddp {full:8.0f}   fsdp2 {results[1][name]:8.0f}   "
+              f"ratio {results[1][name] / full:.2f}")  # fmt: skip
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -92,9 +92,9 @@ def measure(args: argparse.Namespace) -> None:
             "moments": sum(size(v) for s in optimizer.state.values() for v in s.values()
                            if isinstance(v, Tensor)),
         }  # fmt: skip
-        held = {"held": sum(parts.values()), "rss": after, "peak": highest, "sampling": gathered}
+        sizes = {"held": sum(parts.values()), "rss": after, "peak": highest, "sampling": gathered}
         if runtime.is_main:
-            for name, value in (parts | held).items():
+            for name, value in (parts | sizes).items():
                 print(name, value / MIB)
         runtime.accelerator.wait_for_everyone()
         runtime.accelerator.end_training()

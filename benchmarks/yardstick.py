@@ -1,12 +1,12 @@
-"""The yardstick: leash and TRL's GRPOTrainer on the same thing, judged by the same code.
+"""Compare leash and TRL's GRPOTrainer on the same task with the same evaluation.
 
-    make yardstick                                    all of it, into docs/yardstick.md and .svg
-    make yardstick ARGS="--cases tiny --seeds 1"      a part; what is finished is not run again
+    make yardstick                                    all cases, into docs/yardstick.md and .svg
+    make yardstick ARGS="--cases tiny --seeds 1"      some; finished runs are reused
 
-For each case and seed leash trains, then TRL on the settings, rows and reward of that run
-(benchmarks/yardstick_trl.py), one after the other, never at once. Seconds and memory are taken from
-outside, in the same way of both. Then leash alone evaluates both models on the held-out prompts,
-and tells by samples of the reference what the KL could have bought. Runs stay in --folder.
+For each case and seed leash trains first, then TRL with the settings, rows and reward of that run
+(benchmarks/yardstick_trl.py), never concurrently. Seconds and memory of both are measured from
+outside. Then leash evaluates both models on the held-out prompts and computes their KL efficiency
+from samples of the reference. Runs stay in --folder.
 """
 
 import argparse
@@ -28,10 +28,10 @@ from benchmarks.measure import ROOT
 from benchmarks.yardstick_page import (
     LIBRARIES,
     Case,
-    Found,
+    Record,
     about,
     charts,
-    filled,
+    fill,
     grid,
     logged_kl,
     points,
@@ -44,9 +44,9 @@ from trainer.reports.frontier import sample_limit
 from trainer.runs.run_files import load_run, read_lines
 
 BOTH = "kl.where=loss kl.estimator=k3_ratio kl.controller=constant optimizer.schedule=constant"
-QUIET = "eval.every=0 eval.num_samples=0 eval.greedy=false eval.limit=0 checkpoint.every=0"
+QUIET = "eval.every=0 eval.num_samples=0 eval.greedy=false eval.frontier=0 checkpoint.every=0"
 LOGS = dict(zip(LIBRARIES, ("metrics.jsonl", "log.jsonl"), strict=True))
-EVERY = 0.1  # seconds between two looks at a run
+EVERY = 0.1  # seconds between measurements of a run
 
 CASES = {
     "tiny": Case(
@@ -65,7 +65,7 @@ CASES = {
 
 
 def main() -> None:
-    """Run what is missing, then judge, draw and write."""
+    """Run the missing runs, then evaluate, draw and write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,45 +79,45 @@ def main() -> None:
     for name in args.cases:
         case, folder = CASES[name], args.folder.resolve() / name
         words = [*case.words.split(), *BOTH.split(), *args.words]
-        evaluated(folder / "before", case, words)  # makes the start model where it lacks
+        evaluate(folder / "before", case, words)  # trains a missing start model
         for seed in args.seeds or case.seeds:
             place = folder / str(seed)
-            trained(place, case, [*words, f"seed={seed}"], args.peer.absolute())
+            train(place, case, [*words, f"seed={seed}"], args.peer.absolute())
             judge(place, case, words)
-        if not (folder / FILE).is_file():  # one start model, so any run of leash may sample it
+        if not (folder / FILE).is_file():  # all runs of leash share the start model
             first = sorted(folder.glob("*/leash/run"))[0]
             sample_limit(first, case.limit)
             (first / FILE).replace(folder / FILE)
     report(args.folder, args.page)
 
 
-def trained(place: Path, case: Case, words: Sequence[str], peer: Path) -> None:
-    """Train with leash, then with TRL on what leash wrote of its settings."""
+def train(place: Path, case: Case, words: Sequence[str], peer: Path) -> None:
+    """Train with leash, then with TRL on the settings of that run."""
     ours, theirs = (place / library / "run" for library in LIBRARIES)
-    told = [*words, *QUIET.split(), f"launch.threads={case.threads}", f"output_dir={ours}"]
-    watched([sys.executable, "train.py", *told], place / "leash", case.threads)
+    overrides = [*words, *QUIET.split(), f"launch.threads={case.threads}", f"output_dir={ours}"]
+    monitor([sys.executable, "train.py", *overrides], place / "leash", case.threads)
     config = yaml.safe_load((ours / "config.yaml").read_text())
     start = find_model(config["policy"]["model"]).folder
     command = [str(peer), "-m", "benchmarks.yardstick_trl", *map(str, (ours, start, theirs))]
-    watched(command, place / "TRL", case.threads)
+    monitor(command, place / "TRL", case.threads)
 
 
-def watched(command: Sequence[str], folder: Path, threads: int) -> None:
-    """Run a command, unless it was, that writes a line to its log for each iteration.
+def monitor(command: Sequence[str], folder: Path, threads: int) -> None:
+    """Run a command that logs a line per iteration, unless usage.json exists.
 
-    watched.json says when each line was there, in seconds since the start and of the processors,
-    how long it took in all, and the peak of the memory resident in all of its processes together.
+    usage.json has the time of each line, in seconds since the start and of the processors, the
+    total times, and the peak of the resident memory of all processes together.
     """
-    kept, log = folder / "watched.json", folder / "run" / LOGS[folder.name]
-    if kept.is_file():
+    path, log = folder / "usage.json", folder / "run" / LOGS[folder.name]
+    if path.is_file():
         return
-    shutil.rmtree(folder, ignore_errors=True)  # of what was cut off; no checkpoint is made
+    shutil.rmtree(folder, ignore_errors=True)  # unfinished, without checkpoints
     folder.mkdir(parents=True)
     load = os.getloadavg()[0]
     print(f"{folder}, load {load:.1f} ...", file=sys.stderr, flush=True)
     times: list[tuple[float, float]] = []
     most, start = Use(0, 0.0), time.perf_counter()
-    with (folder / "said.log").open("w") as out:
+    with (folder / "output.log").open("w") as out:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         work = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
         while work.poll() is None:
@@ -130,22 +130,22 @@ def watched(command: Sequence[str], folder: Path, threads: int) -> None:
     if work.returncode:
         raise SystemExit(f"{' '.join(command)}\nended with {work.returncode}, see {out.name}")
     times += [(wall, most.seconds)] * (len(read_lines(log)) - len(times))
-    found = {"load": load, "wall": wall, "cpu": most.seconds, "peak": most.memory, "times": times}
-    write_text(kept, json.dumps(found))
+    record = {"load": load, "wall": wall, "cpu": most.seconds, "peak": most.memory, "times": times}
+    write_text(path, json.dumps(record))
 
 
 @dataclass(frozen=True)
 class Use:
-    """What processes use: bytes resident, seconds of the processors."""
+    """Resource use of processes: resident bytes, seconds of the processors."""
 
     memory: int
     seconds: float
 
 
 def use(pid: int) -> Use:
-    """Return what a process and all below it use; the seconds of those that have ended too.
+    """Measure a process and its children; seconds include ended children.
 
-    A child that is still its parent's copy, before it runs a program of its own, shares its memory.
+    A forked child shares the memory of its parent until it executes another program.
     """
     memory, seconds = 0, 0.0
     programs: dict[int, list[str]] = {}
@@ -155,64 +155,64 @@ def use(pid: int) -> Use:
             programs[process.pid] = process.cmdline()
             if programs[process.pid] != programs.get(process.ppid()):
                 memory += process.memory_info().rss
-            seconds += sum(process.cpu_times()[:4])  # its own and of those that it waited for
-    except psutil.Error:  # one of them has just ended
+            seconds += sum(process.cpu_times()[:4])  # of the process and its ended children
+    except psutil.Error:  # a process has just ended
         pass
     return Use(memory, seconds)
 
 
 def judge(place: Path, case: Case, words: Sequence[str]) -> None:
-    """Evaluate both models of a seed by leash; found.json of each has all that is told of it."""
+    """Evaluate both models of a seed with leash; write all results of each to record.json."""
     ours = place / "leash" / "run"
     config = yaml.safe_load((ours / "config.yaml").read_text())
     replies = config["trainer"]["prompts_per_iteration"] * config["algorithm"]["group_size"]
     for library in LIBRARIES:
         folder = place / library
         model = [f"policy.model={folder / 'run' / 'model'}"]
-        told = [*words, *model, f"kl.reference={config['policy']['model']}"]
+        overrides = [*words, *model, f"kl.reference={config['policy']['model']}"]
         rows = read_lines(folder / "run" / LOGS[library])
-        run = json.loads((folder / "watched.json").read_text())
+        run = json.loads((folder / "usage.json").read_text())
         versions = folder / "run" / "versions.json"
-        found = {
+        record = {
             **run,
             "library": library,
             "points": [vars(p) for p in points(rows, run["times"], replies=replies)],
             "logged_kl": logged_kl(rows, window=case.window),
-            "eval": evaluated(folder / "eval", case, told),
-            "before": evaluated(place.parent / "before", case, words),
+            "eval": evaluate(folder / "eval", case, overrides),
+            "before": evaluate(place.parent / "before", case, words),
             "versions": json.loads(versions.read_text())
             if versions.is_file()
             else load_run(ours).status["machine"],
         }
-        write_text(folder / "found.json", json.dumps(found))
+        write_text(folder / "record.json", json.dumps(record))
 
 
-def evaluated(folder: Path, case: Case, words: Sequence[str]) -> dict[str, Any]:
-    """Return what mode=evaluate measures of sampled replies, the same draws for every model."""
+def evaluate(folder: Path, case: Case, words: Sequence[str]) -> dict[str, Any]:
+    """Return the metrics of mode=evaluate for sampled replies, with the same random streams."""
     path = folder / "eval.json"
     if not path.is_file():
-        told = ["mode=evaluate", "seed=0", f"eval.num_samples={case.samples}", "eval.greedy=true"]
-        command = [sys.executable, "train.py", *words, *told, f"output_dir={folder}"]
+        mode = ["mode=evaluate", "seed=0", f"eval.num_samples={case.samples}", "eval.greedy=true"]
+        command = [sys.executable, "train.py", *words, *mode, f"output_dir={folder}"]
         environment = {**os.environ, "OMP_NUM_THREADS": str(case.threads)}
         subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-    found = json.loads(path.read_text())
-    return {**found["sampled"], "greedy": found["greedy"]["eval/greedy_accuracy"]}
+    scores = json.loads(path.read_text())
+    return {**scores["sampled"], "greedy": scores["greedy"]["eval/greedy_accuracy"]}
 
 
 def report(folder: Path, page: Path) -> None:
-    """Draw and write what the folder has of all cases, whichever were run now."""
-    runs: dict[str, list[Found]] = {}
+    """Draw and write the results of all cases in the folder."""
+    runs: dict[str, list[Record]] = {}
     limits: dict[str, Limit] = {}
     for name in CASES:
-        paths = sorted(folder.glob(f"{name}/*/*/found.json"))
+        paths = sorted(folder.glob(f"{name}/*/*/record.json"))
         samples = folder / name / FILE
         if paths and samples.is_file() and (limit := read_limit(samples)):
             limits[name] = limit
             runs[name] = [json.loads(path.read_text()) for path in paths]
     parts = [about(next(iter(runs.values())))]
-    parts += [table(CASES[name], found, limits[name]) for name, found in runs.items()]
+    parts += [table(CASES[name], group, limits[name]) for name, group in runs.items()]
     page.with_suffix(".svg").write_text(grid([charts(CASES[n], runs[n]) for n in runs]))
-    page.write_text(filled(page.read_text() if page.is_file() else "", "\n\n".join(parts)))
+    page.write_text(fill(page.read_text() if page.is_file() else "", "\n\n".join(parts)))
     print(f"{page}\n{page.with_suffix('.svg')}")
 
 

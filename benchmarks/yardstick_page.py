@@ -1,4 +1,4 @@
-"""What docs/yardstick.md says of the runs of benchmarks/yardstick.py: tables, picture, page."""
+"""Render tables and picture of docs/yardstick.md from runs of benchmarks/yardstick.py."""
 
 import os
 import platform
@@ -15,15 +15,15 @@ from trainer.limit import ACCURACY, EVAL_KL, Limit
 from trainer.reports.chart import CSS, Series, line_chart
 
 LIBRARIES = ("leash", "TRL")
-Found = dict[str, Any]  # of a run: its points, evaluation, seconds, memory
+Record = dict[str, Any]  # of a run: points, evaluation, seconds, memory
 
 
 @dataclass(frozen=True)
 class Case:
-    """What both train: an experiment with some words, and how it is judged.
+    """An experiment with overrides that both libraries train, and its evaluation.
 
-    `window`: iterations that a reward is the mean of; `goal`: the reward to reach; `samples`,
-    `limit`: replies to each held-out prompt, of a model and of the reference.
+    `window`: iterations averaged in a reward; `goal`: the reward to reach; `samples`, `limit`:
+    replies to each held-out prompt, of a model and of the reference.
     """
 
     title: str
@@ -60,39 +60,39 @@ def points(
         (at, row.get("reward/raw_mean", row.get("reward")))
         for row, at in zip(rows, times, strict=True)
     ]
-    kept = [(at, reward) for at, reward in seen if reward is not None]
-    return [Point(*at, (i + 1) * replies, reward) for i, (at, reward) in enumerate(kept)]
+    logged = [(at, reward) for at, reward in seen if reward is not None]
+    return [Point(*at, (i + 1) * replies, reward) for i, (at, reward) in enumerate(logged)]
 
 
 def logged_kl(rows: Sequence[dict[str, Any]], *, window: int) -> float:
-    """Return k3 by a library's own log, in nats a reply: a mean over the last iterations.
+    """Return k3 from a library's log in nats per reply, a mean over the last iterations.
 
-    Both log the mean over tokens (TRL weighed by the ratio, 1 on policy): times the length.
+    Both log the mean over tokens (TRL weighted by the ratio, 1 on policy), here times the length.
     """
     names = ("kl/ref_k3", "response/length_mean"), ("kl", "completions/mean_length")
-    found = [row[k3] * row[length] for row in rows for k3, length in names if k3 in row]
-    return fmean(found[-window:])
+    values = [row[k3] * row[length] for row in rows for k3, length in names if k3 in row]
+    return fmean(values[-window:])
 
 
-def smoothed(run: Found, window: int) -> list[Point]:
-    """Return the points of a run, each reward the mean of the last `window`."""
-    found = [Point(**point) for point in run["points"]]
-    rewards = [point.reward for point in found]
+def smooth(run: Record, window: int) -> list[Point]:
+    """Return the points of a run, each reward averaged over the last `window`."""
+    curve = [Point(**point) for point in run["points"]]
+    rewards = [point.reward for point in curve]
     return [
         Point(p.seconds, p.cpu, p.replies, fmean(rewards[max(0, i + 1 - window) : i + 1]))
-        for i, p in enumerate(found)
+        for i, p in enumerate(curve)
     ]
 
 
-def reached(run: Found, case: Case) -> Point | None:
-    """Return the first point whose mean reward is the goal, None if there is none."""
-    return next((p for p in smoothed(run, case.window) if p.reward >= case.goal), None)
+def reached(run: Record, case: Case) -> Point | None:
+    """Return the first point whose mean reward reaches the goal, else None."""
+    return next((p for p in smooth(run, case.window) if p.reward >= case.goal), None)
 
 
-def pace(run: Found, clock: str) -> float:
-    """Return the mean seconds of an iteration after the first, by a clock of `Point`.
+def pace(run: Record, clock: str) -> float:
+    """Return the mean seconds per iteration after the first, by a clock of `Point`.
 
-    A median of single ones would be a multiple of the time between two looks at a run.
+    A median of single iterations would be a multiple of the measuring interval.
 
     >>> pace({"points": [{"cpu": at} for at in (9.0, 10.0, 12.0, 13.5)]}, "cpu")
     1.5
@@ -102,7 +102,7 @@ def pace(run: Found, clock: str) -> float:
 
 
 def spread(values: Sequence[float | None], form: str) -> str:
-    """Return the mean of the seeds and their range; how many there are where not all have one.
+    """Return the mean of the seeds and their range, or the number of seeds with a value.
 
     >>> spread([0.5], ".2f"), spread([1.0, 3.0], ".1f"), spread([1.0, None], ".1f")
     ('0.50', '2.0 (1.0 to 3.0)', '1.0 (1 of 2 seeds)')
@@ -117,21 +117,21 @@ def spread(values: Sequence[float | None], form: str) -> str:
     return mean + ends * (len(have) > 1)
 
 
-def table(case: Case, runs: Sequence[Found], limit: Limit) -> str:
-    """Return what was measured of a case, a column for each library."""
+def table(case: Case, runs: Sequence[Record], limit: Limit) -> str:
+    """Return the results of a case, a column per library."""
 
-    def share(run: Found) -> float | None:
+    def share(run: Record) -> float | None:
         return limit.efficiency(ACCURACY, run["eval"][ACCURACY], run["eval"][EVAL_KL])
 
-    def at(field: str) -> Callable[[Found], float | None]:
+    def at(field: str) -> Callable[[Record], float | None]:
         return lambda run: getattr(reached(run, case), field, None)
 
     before = runs[0]["before"]
-    held = f"{before['rows']} prompts x {case.samples}"
-    lines: list[tuple[str, Callable[[Found], float | None], str]] = [
+    samples = f"{before['rows']} prompts x {case.samples}"
+    lines: list[tuple[str, Callable[[Record], float | None], str]] = [
         (f"reward, last {case.window} iterations",
-         lambda r: smoothed(r, case.window)[-1].reward, ".3f"),
-        (f"held-out accuracy, sampled, {held} (before: {before[ACCURACY]:.3f})",
+         lambda r: smooth(r, case.window)[-1].reward, ".3f"),
+        (f"held-out accuracy, sampled, {samples} (before: {before[ACCURACY]:.3f})",
          lambda r: r["eval"][ACCURACY], ".3f"),
         (f"held-out accuracy, greedy (before: {before['greedy']:.3f})",
          lambda r: r["eval"]["greedy"], ".3f"),
@@ -158,11 +158,11 @@ def table(case: Case, runs: Sequence[Found], limit: Limit) -> str:
     return markdown([case.title, *LIBRARIES], rows)
 
 
-def charts(case: Case, runs: Sequence[Found]) -> list[str]:
+def charts(case: Case, runs: Sequence[Record]) -> list[str]:
     """Return the reward of a case against seconds and against replies, means of the seeds."""
     curves = {}
     for library in LIBRARIES:
-        each = [smoothed(run, case.window) for run in runs if run["library"] == library]
+        each = [smooth(run, case.window) for run in runs if run["library"] == library]
         curves[library] = [
             Point(*(fmean(values) for values in zip(*(vars(p).values() for p in at), strict=True)))
             for at in zip(*each, strict=False)
@@ -179,7 +179,7 @@ def charts(case: Case, runs: Sequence[Found]) -> list[str]:
 
 
 def grid(rows: Sequence[Sequence[str]], *, width: int = 360, height: int = 220) -> str:
-    """Put charts of one size into an SVG document with its own colours and paper."""
+    """Put charts of one size into an SVG document with style sheet and background."""
     wide, high = max(map(len, rows)) * (width + 24) - 24, len(rows) * (height + 20) - 20
     size = f'width="{wide + 32}" height="{high + 24}"'
     paper = f'<g class="chart"><rect class="paper" x="-16" y="-12" {size} rx="8"/></g>'
@@ -194,19 +194,19 @@ def grid(rows: Sequence[Sequence[str]], *, width: int = 360, height: int = 220) 
     )
 
 
-def about(runs: Sequence[Found]) -> str:
-    """Say what ran, by its versions, and where."""
+def about(runs: Sequence[Record]) -> str:
+    """Describe the versions and the machine of the runs."""
     ours, theirs = (next(r for r in runs if r["library"] == n)["versions"] for n in LIBRARIES)
-    told = [f"leash {ours['leash']} at `{ours.get('commit', 'no commit')}`", f"TRL {theirs['trl']}"]
-    told += [f"{name} {theirs[name]}" for name in ("torch", "transformers", "accelerate")]
+    out = [f"leash {ours['leash']} at `{ours.get('commit', 'no commit')}`", f"TRL {theirs['trl']}"]
+    out += [f"{name} {theirs[name]}" for name in ("torch", "transformers", "accelerate")]
     cores = f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, no GPU"
-    return f"{', '.join(told)}; Python {platform.python_version()}; {cores}."
+    return f"{', '.join(out)}; Python {platform.python_version()}; {cores}."
 
 
-def filled(page: str, measured: str) -> str:
-    """Return a page with what stands between its two marks replaced.
+def fill(page: str, measured: str) -> str:
+    """Replace the text between the two marks of a page.
 
-    >>> filled("a <!-- measured --> old <!-- end --> b", "new")
+    >>> fill("a <!-- measured --> old <!-- end --> b", "new")
     'a <!-- measured -->\\n\\nnew\\n\\n<!-- end --> b'
     """
     marks = "<!-- measured -->", "<!-- end -->"

@@ -1,10 +1,10 @@
-"""The peer's side of benchmarks/yardstick.py: TRL's GRPOTrainer on the settings of a leash run.
+"""The TRL side of benchmarks/yardstick.py: GRPOTrainer with the settings of a leash run.
 
     .venv-trl/bin/python -m benchmarks.yardstick_trl <run of leash> <model> <its own folder>
 
-Runs in an environment that has trl. Task, rows, their order and the reward are leash's; all that
-learns is TRL's. Writes log.jsonl, a line for each optimiser step, versions.json and model/.
-Left out on purpose: what `settings` has no counterpart for is refused, not passed over.
+Runs in an environment with trl. Task, rows, their order and the reward are leash's; the training is
+TRL's. Writes log.jsonl, a line per optimiser step, versions.json and model/. Settings without a
+counterpart in TRL are refused.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from trainer.optimizer import make_schedule
 from trainer.sources import pick_rows
 
 AGGREGATION = {"token_mean": "dapo", "sequence_mean": "grpo", "constant": "dr_grpo"}
-# What TRL has no argument for, and the one value of it that it does as well.
+# Keys without an argument of TRL, and the one value that TRL implements.
 SAME = {
     "algorithm.baseline": "group_mean",
     "algorithm.surrogate": "clip",
@@ -48,15 +48,15 @@ SAME = {
     "trainer.overlap": 0,
     "trainer.stop_at": None,
     "trainer.patience": None,
-    "optimizer.weight_decay": 0.0,  # leash decays matrices only, and here nothing is
+    "optimizer.weight_decay": 0.0,  # leash decays only matrices; no decay here
 }
 KL = {"k3": False, "k3_ratio": True}  # use_bias_correction_kl
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a GRPOConfig that do what a resolved configuration of leash does.
+    """Return the arguments of a GRPOConfig for a resolved configuration of leash.
 
-    ValueError where TRL has nothing that does it.
+    ValueError for a setting without a counterpart in TRL.
     """
     for key, value in SAME.items():
         if (got := _at(config, key)) != value:
@@ -69,7 +69,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "seed": config["seed"],
         "num_generations": algorithm["group_size"],
-        "per_device_train_batch_size": replies // parts,  # whole, so that nothing is split
+        "per_device_train_batch_size": replies // parts,  # the full minibatch: no split
         "gradient_accumulation_steps": 1,
         "steps_per_generation": parts,
         "num_iterations": algorithm["epochs"],
@@ -109,7 +109,7 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def order(config: Mapping[str, Any], count: int) -> list[int]:
-    """Return which of `count` rows leash asks for, iteration by iteration, one after the other."""
+    """Return the indices of `count` rows in the order of leash's iterations."""
     size = config["trainer"]["prompts_per_iteration"]
     each = (
         pick_rows(i, size=count, count=size, seed=config["seed"])
@@ -121,7 +121,7 @@ def order(config: Mapping[str, Any], count: int) -> list[int]:
 def reward_of(
     task: Task, rows: Sequence[Row], ends: Callable[[], Sequence[int]]
 ) -> Callable[..., list[float]]:
-    """Return a task's reward as a function for TRL, of the data's column `row`.
+    """Return a task's reward as a reward function of TRL, which reads the column `row`.
 
     A reply is complete if its last token is one of `ends()`.
     """
@@ -132,16 +132,16 @@ def reward_of(
     ) -> list[float]:  # fmt: skip
         stops = set(ends())
         replies = [
-            Reply(said[0]["content"], bool(ids) and ids[-1] in stops, [*prompt, *said])
-            for prompt, said, ids in zip(prompts, completions, completion_ids, strict=True)
+            Reply(completion[0]["content"], bool(ids) and ids[-1] in stops, [*prompt, *completion])
+            for prompt, completion, ids in zip(prompts, completions, completion_ids, strict=True)
         ]
-        return [given.total for given in compute_rewards(task, [rows[i] for i in row], replies)]
+        return [reward.total for reward in compute_rewards(task, [rows[i] for i in row], replies)]
 
     return reward
 
 
 def train(config: Mapping[str, Any], start: Path, folder: Path) -> None:
-    """Train the model in the folder `start` as a run of leash did."""
+    """Train the model in the folder `start` with the configuration of a leash run."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -149,29 +149,29 @@ def train(config: Mapping[str, Any], start: Path, folder: Path) -> None:
 
     class Log(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            with (folder / "log.jsonl").open("a") as out:  # closed, so that it is there at once
+            with (folder / "log.jsonl").open("a") as out:  # closed, so that the line is written
                 out.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
 
-    task, asked = make_task(config["env"]), config["optimizer"]
+    task, optim = make_task(config["env"]), config["optimizer"]
     rows = task.rows("train")
     chosen = order(config, len(rows))
     data = Dataset.from_dict(
         {"prompt": [rows[i]["messages"] for i in chosen], "row": chosen}  # in the order of leash
     )
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
-    given = settings(config)
-    kept = {name: asked[name] for name in ("lr", "eps", "weight_decay")}
+    arguments = settings(config)
+    adamw = {name: optim[name] for name in ("lr", "eps", "weight_decay")}
     optimizer = torch.optim.AdamW(
-        model.parameters(), betas=tuple(asked["betas"]), fused=True, **kept
+        model.parameters(), betas=tuple(optim["betas"]), fused=True, **adamw
     )
     rate = make_schedule(
-        asked["schedule"], lr=1.0, warmup=asked["warmup"], total=given["max_steps"]
-    )  # that of transformers would begin a warm-up with a step of 0
+        optim["schedule"], lr=1.0, warmup=optim["warmup"], total=arguments["max_steps"]
+    )  # the warm-up of transformers starts with a step of 0
     trainer = GRPOTrainer(
         model=model,
         processing_class=AutoTokenizer.from_pretrained(start, padding_side="left"),
         reward_funcs=reward_of(task, rows, lambda: trainer.eos_token_ids),
-        args=GRPOConfig(output_dir=str(folder / "trl"), learning_rate=asked["lr"], **given),
+        args=GRPOConfig(output_dir=str(folder / "trl"), learning_rate=optim["lr"], **arguments),
         train_dataset=data,
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate)),
         callbacks=[Log()],
@@ -181,7 +181,7 @@ def train(config: Mapping[str, Any], start: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Train and leave a log."""
+    """Train and write a log."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("run", "start", "folder"):
         parser.add_argument(name, type=Path)

@@ -1,4 +1,4 @@
-"""`trainer.train(model, reward, rows)`: one new run on one rank, in this process."""
+"""The Python API `trainer.train(model, reward, rows)`: one new run in this process."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ from trainer.reports.summary import resume_command
 from trainer.runs.folders import SCRIPT, holds_run, quoted, remove_unused, unique_folder
 from trainer.runs.launch import prepare
 from trainer.runs.lock import FILE as LOCK
-from trainer.runs.lock import held
+from trainer.runs.lock import locked
 from trainer.runs.run_files import Run, load_run
 from trainer.runs.run_log import FILE as LOG
 from trainer.runs.run_log import run_log
@@ -38,19 +38,19 @@ def train(
 ) -> Run:
     """Train a chat model on rows in this process; return its run: `.folder`, `.metrics`, `.status`.
 
-    `reward` is a function of (row, reply), one written for TRL, or several by name; None for SFT. A
-    row is a text or has a "prompt", "question" or "messages"; the reward finds its other cells in
-    row["columns"]. A tenth is held out unless there are `eval_rows`. `observers`
-    are trainer.Observer objects. `overrides` are keys of the
-    configuration: `kl={"coeff": 0.1}`, `algorithm="rloo"`, `**{"trainer.num_iterations": 20}`.
-    ValueError: what the command line would refuse. The model is in `run.folder / "model"`.
+    `reward`: a function of (row, reply), a reward function of TRL, or several by name; None for
+    SFT. A row is a text or has a "prompt", "question" or "messages"; the reward gets its other
+    cells in row["columns"]. A tenth of the rows is held out without `eval_rows`. `observers`:
+    trainer.Observer objects. `overrides`: keys of the configuration, `kl={"coeff": 0.1}`,
+    `algorithm="rloo"`, `**{"trainer.num_iterations": 20}`.
+    ValueError: as on the command line. The model is in `run.folder / "model"`.
     """
     if folder := overrides.pop("resume", None):
         command = resume_command(Path(folder))
         raise ValueError(f"trainer.train begins a new run; resume {folder} by: {command}")
     if not isinstance(model, str | Path):
-        what = f"expected model to be a folder or a hub id, got {type(model).__name__}"
-        raise ValueError(f"{what}; save it and its tokenizer by save_pretrained, give the folder")
+        text = f"expected model to be a folder or a hub id, got {type(model).__name__}"
+        raise ValueError(f"{text}; save it and its tokenizer by save_pretrained, give the folder")
     named = {} if reward is None else reward
     if not isinstance(named, Mapping):
         name = getattr(reward, "__name__", "reward")
@@ -62,15 +62,15 @@ def train(
     for name, function in named.items():
         register(name, function)
         words.append(f'+env.rewards.{name}={{_target_: envs.rewards.Registered, name: "{name}"}}')
-    unique_folder.cache_clear()  # another call, another folder
-    # Absolute: a reward may go elsewhere.
+    unique_folder.cache_clear()  # a new folder for every call
+    # Absolute: a reward may change the directory.
     folder = Path(compose(words, with_hydra=True).hydra.run.dir).absolute()
     if holds_run(folder):
         raise ValueError(f"{folder} already holds a run; give another output_dir")
-    with held(folder), run_log(folder):
+    with locked(folder), run_log(folder):
         try:
-            for key, given in ("dataset", rows), ("eval_dataset", eval_rows):
-                words += _data(key, given, folder, shown=reward is None)
+            for key, values in ("dataset", rows), ("eval_dataset", eval_rows):
+                words += _data(key, values, folder, shown=reward is None)
             config, composed = compose_checked(words), compose(words, with_hydra=True)
             if (ranks := config["launch"]["num_processes"]) != 1:
                 raise ValueError(f"expected launch.num_processes=1 in one process, got {ranks}")
@@ -78,7 +78,7 @@ def train(
             for name, node in ("hydra", composed), ("overrides", composed.hydra.overrides.task):
                 OmegaConf.save(node, folder / ".hydra" / f"{name}.yaml")
             prepare(config, folder, compose=compose_experiment)
-        except BaseException:  # refused: nothing of it stays
+        except BaseException:  # refused: remove its files
             for name in ("dataset.jsonl", "eval_dataset.jsonl", LOCK, LOG):
                 (folder / name).unlink(missing_ok=True)
             remove_unused(folder)
@@ -90,12 +90,12 @@ def train(
         except Stopped as stop:
             raise KeyboardInterrupt(str(stop)) from None
         finally:
-            gc.unfreeze()  # what the loop froze is this process's to free
+            gc.unfreeze()  # the loop froze objects of this process
     return load_run(folder)
 
 
 def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str]:
-    """Write rows into the run's folder, `shown` to SFT; return the overrides that name them."""
+    """Write rows into the run folder, `shown` for SFT; return the overrides that name them."""
     if rows is None:
         return []
     if isinstance(rows, str | Path | Mapping):
@@ -103,18 +103,18 @@ def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str
         raise ValueError(
             f"expected {key} to be a list of rows, got a {type(rows).__name__}; {remedy}"
         )
-    found = [{"prompt": row} if isinstance(row, str) else row for row in rows]
+    records = [{"prompt": row} if isinstance(row, str) else row for row in rows]
     path = folder / f"{key}.jsonl"
-    write_text(path, "".join(json.dumps(row) + "\n" for row in found))
+    write_text(path, "".join(json.dumps(row) + "\n" for row in records))
     words = [f"env.{key}={quoted(str(path))}"]
-    named = [name for name in ("prompt", "question", "messages") if found and name in found[0]]
+    named = [name for name in ("prompt", "question", "messages") if records and name in records[0]]
     if key == "dataset" and named[:1] not in ([], ["messages" if shown else "prompt"]):
         words.append(f"env.columns.question={named[0]}")
     return words
 
 
 def _words(overrides: Mapping[str, Any]) -> list[str]:
-    """Return overrides as words of a command line."""
+    """Format overrides as words of a command line."""
     return [f"{key}={_spelt(value)}" for key, value in leaves(overrides) if key]
 
 

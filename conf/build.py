@@ -1,4 +1,4 @@
-"""The parts of a run, made from the nodes of its configuration."""
+"""Build the parts of a run from the nodes of its configuration."""
 
 import difflib
 import inspect
@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.early_stopping import EarlyStopping
 
-# Keys of env for its task.
+# Keys of env that a task may take.
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split", "match")
 ENGINE = ("engine", "vllm")  # keys of policy for its generator
 Section = Mapping[str, Any]  # of a configuration
@@ -24,19 +24,19 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def find_target(target: str) -> Any:
-    """Return what a `_target_` names; a module without that name is a ValueError."""
+    """Import the object of a `_target_`; ValueError if its module lacks the name."""
     module, _, name = target.rpartition(".")
     try:
         home = import_module(module)
     except ModuleNotFoundError as error:
-        missing, here = error.name or "", os.getcwd()
+        missing, cwd = error.name or "", os.getcwd()
         if missing == module.partition(".")[0]:
-            error.msg += f"; expected it in {here}, or in a folder of PYTHONPATH"
+            error.msg += f"; expected it in {cwd}, or in a folder of PYTHONPATH"
         elif f"{module}.".startswith(f"{missing}."):
             ours = Path(__file__).parents[1] / missing.partition(".")[0]
-            there = Path(here, *missing.split("."))
-            if ours.is_dir() and (there.is_dir() or there.with_suffix(".py").is_file()):
-                error.msg += f": {ours.name} is {ours}, not {there.parent}; rename your folder"
+            local = Path(cwd, *missing.split("."))
+            if ours.is_dir() and (local.is_dir() or local.with_suffix(".py").is_file()):
+                error.msg += f": {ours.name} is {ours}, not {local.parent}; rename your folder"
         raise
     if not hasattr(home, name):
         names = getattr(home, "__all__", [n for n in vars(home) if not n.startswith("_")])
@@ -46,23 +46,23 @@ def find_target(target: str) -> Any:
 
 
 def arguments_of(thing: Any) -> tuple[list[str], bool]:
-    """Return the arguments that a class or function names, and whether it takes any other.
+    """Return the named arguments of a class or function, and whether it takes any others.
 
-    A class with **kwargs hands them on: it also has the arguments of its bases.
+    A class with **kwargs also has the arguments of its bases.
     """
     parameters = [*inspect.signature(thing).parameters.values()]
-    is_open, bases = any(p.kind is p.VAR_KEYWORD for p in parameters), getattr(thing, "__mro__", ())
-    made = [base for base in bases[1:-1] if inspect.isfunction(vars(base).get("__init__"))]
-    for base in made if is_open else ():
+    is_open, mro = any(p.kind is p.VAR_KEYWORD for p in parameters), getattr(thing, "__mro__", ())
+    bases = [base for base in mro[1:-1] if inspect.isfunction(vars(base).get("__init__"))]
+    for base in bases if is_open else ():
         parameters += inspect.signature(base).parameters.values()
-    return list(dict.fromkeys(p.name for p in parameters if p.kind in NAMED)), is_open and not made
+    return list(dict.fromkeys(p.name for p in parameters if p.kind in NAMED)), is_open and not bases
 
 
 def build(node: Section, *sections: Section, **parts: Any) -> Any:
-    """Make what a node's _target_ names.
+    """Build the object of a node's _target_.
 
-    The target gets the keys of its node, and those of `parts` and `sections` that it names: an
-    objective gets algorithm.clip_low. ValueError for an argument that the target does not take.
+    The target gets the keys of its node, and the entries of `parts` and `sections` that its
+    signature names, e.g. algorithm.clip_low. ValueError for an argument that it does not take.
     """
     node = _plain(node)
     thing = find_target(node["_target_"])
@@ -72,7 +72,7 @@ def build(node: Section, *sections: Section, **parts: Any) -> Any:
     if not takes_any:
         parts = {name: part for name, part in parts.items() if name in known}
     try:
-        return instantiate(node, _partial_=True)(**parts)  # given to Hydra, a dataclass is a node
+        return instantiate(node, _partial_=True)(**parts)  # Hydra would take a dataclass for a node
     except (InstantiationException, TypeError) as error:
         cause = error.__cause__ or error
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
@@ -89,49 +89,49 @@ def _plain(value: Any) -> Any:
 
 
 def keys_for(function: Callable[..., Any], *sections: Section) -> dict[str, Any]:
-    """Return those keys of `sections` that a function takes by keyword only."""
+    """Return the keys of `sections` that are keyword-only arguments of a function."""
     parameters = inspect.signature(function).parameters.values()
     names = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
     return {name: section[name] for section in sections for name in section if name in names}
 
 
 def make_task(env: Section) -> Any:
-    """Return the task that a resolved `env` names, with those keys of DATA that it takes.
+    """Build the task of a resolved `env`, with the keys of DATA that it takes.
 
     With `rewards` it is an `envs.rewards.Rewarded`.
     """
     task = build({"_convert_": "all", **env["task"]}, **data_arguments(env))
     if not (rewards := env.get("rewards")):
         return task
-    made = {}
+    built = {}
     for name, node in rewards.items():
         try:
-            made[name] = build({"_convert_": "all", **node})
+            built[name] = build({"_convert_": "all", **node})
         except (TypeError, ValueError) as error:
             raise ValueError(f"env.rewards.{name}: {error}") from error
-    return find_target("envs.rewards.Rewarded")(task, made, task_weight=env["task_weight"])
+    return find_target("envs.rewards.Rewarded")(task, built, task_weight=env["task_weight"])
 
 
 def data_arguments(env: Section) -> dict[str, Any]:
-    """Return those keys of DATA that the task's constructor names and env.task does not give."""
+    """Return the keys of DATA that the task's constructor names and env.task lacks."""
     names, _ = arguments_of(find_target(env["task"]["_target_"]))
     return {key: env[key] for key in DATA if key in env and key in names and key not in env["task"]}
 
 
 def make_runtime(cfg: DictConfig, folder: Path) -> Any:
-    """Return what joins this rank to the others, by how they hold the weights."""
+    """Build the runtime of this rank, by launch.strategy."""
     kinds = {"ddp": "trainer.Runtime", "fsdp2": "trainer.shards.ShardedRuntime"}
     kind = find_target(kinds[cfg.launch.strategy])
     return kind(folder, **keys_for(kind, cfg, cfg.policy, cfg.launch))
 
 
 def make_policy(node: Section, **parts: Any) -> Any:
-    """Return the policy that a node names; what samples for it is `make_generator`'s."""
+    """Build the policy of a node; `make_generator` builds its generator."""
     return build({k: v for k, v in node.items() if k not in ENGINE}, **parts)
 
 
 def make_generator(node: Section, policy: Any, folder: Path) -> Any:
-    """Return what samples: the policy itself unless policy.engine says otherwise."""
+    """Build the generator of policy.engine: the policy itself, or vLLM."""
     if node["engine"] == "transformers":
         return policy
     vllm_beside = find_target("policies.wrappers.vllm_wrapper.vllm_beside")
@@ -139,13 +139,13 @@ def make_generator(node: Section, policy: Any, folder: Path) -> Any:
 
 
 def make_transforms(cfg: DictConfig) -> dict[str, Any]:
-    """Return the transforms of `env` by their names."""
+    """Build the transforms of `env`, by name."""
     nodes = ((name, node) for name, node in cfg.env.transforms.items() if node is not None)
     return {name: build({"_convert_": "all", **node}) for name, node in nodes}
 
 
 def make_env(cfg: DictConfig, task: Any, policy: Any, transforms: Iterable[Any]) -> Any:
-    """Return the chats over a task, seen through transforms in their order."""
+    """Build the chat environment of a task, with transforms in their order."""
     sizes = {"group_size": cfg.algorithm.group_size, "max_turns": cfg.env.max_turns}
     env = find_target("envs.ChatEnv")(task, system_prompt=policy.system_prompt, **sizes)
     for transform in transforms:
@@ -154,7 +154,7 @@ def make_env(cfg: DictConfig, task: Any, policy: Any, transforms: Iterable[Any])
 
 
 def make_leash(cfg: DictConfig) -> Any:
-    """Return the one object that charges the KL, made from `kl.*`; imports torch."""
+    """Build the leash, which charges the KL, from `kl.*`; imports torch."""
     import trainer
 
     steer, kl = trainer.make_kl_controller, cfg.kl
@@ -163,22 +163,22 @@ def make_leash(cfg: DictConfig) -> Any:
 
 
 def make_verbs(cfg: DictConfig, **parts: Any) -> dict[str, Any]:
-    """Return the verbs of algorithm.after_rollout by their names.
+    """Build the functions of algorithm.after_rollout, by name.
 
-    For replies of another engine trainer.ImportanceSampling is the first, unless one is among them
-    or `importance` is null.
+    For another engine trainer.ImportanceSampling is prepended, unless it is among them or
+    `importance` is null.
     """
     nodes = _plain(cfg.algorithm.after_rollout) or {}
-    there = any("ImportanceSampling" in (node or {}).get("_target_", "") for node in nodes.values())
-    if cfg.policy.engine != "transformers" and not there:
+    fixed = any("ImportanceSampling" in (node or {}).get("_target_", "") for node in nodes.values())
+    if cfg.policy.engine != "transformers" and not fixed:
         nodes = {"importance": {"_target_": "trainer.ImportanceSampling"}} | nodes
     return {name: build(node, cfg.trainer, **parts) for name, node in nodes.items() if node}
 
 
 def make_source(cfg: DictConfig, verbs: Iterable[Any], **parts: Any) -> Any:
-    """Return where batches come from; with trainer.overlap a training run samples ahead."""
-    own = {"size": cfg.trainer.prompts_per_iteration, "after_rollout": [*verbs]}
-    source = build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **own, **parts)
+    """Build the source of batches; with trainer.overlap a training run samples ahead."""
+    options = {"size": cfg.trainer.prompts_per_iteration, "after_rollout": [*verbs]}
+    source = build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **options, **parts)
     if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
         return source
     make, total = find_target("trainer.overlap.Overlap"), cfg.trainer.num_iterations
@@ -186,7 +186,7 @@ def make_source(cfg: DictConfig, verbs: Iterable[Any], **parts: Any) -> Any:
 
 
 def make_reference(cfg: DictConfig, policy: Any) -> Any:
-    """Return what the KL is to, scored in parts as large as the update's."""
+    """Build the reference, which scores in parts as large as those of the update."""
     import policies
     import trainer
 
@@ -199,22 +199,22 @@ def make_reference(cfg: DictConfig, policy: Any) -> Any:
 
 
 def make_early_stopping(settings: Section) -> Any:
-    """Return what ends a run that has learnt enough, None unless `trainer` asks for it."""
-    asked = {key: settings[key] for key in ("stop_at", "patience")}
-    return EarlyStopping(**asked) if any(asked.values()) else None
+    """Build the early stopping of trainer.stop_at and trainer.patience; None without both."""
+    rules = {key: settings[key] for key in ("stop_at", "patience")}
+    return EarlyStopping(**rules) if any(rules.values()) else None
 
 
 def make_observers(cfg: DictConfig, runtime: Any, more: Iterable[Any] = ()) -> Any:
-    """Return the observers of rank 0: `observers` first, then tracker, report and terminal."""
+    """Build the observers of rank 0: `observers` first, then tracker, report and terminal."""
     import trainer
     from trainer.reports import diagnosis, display, live
 
     if not runtime.is_main:
         return trainer.Observer()
     everyone = trainer.Observers()
-    own = {"runtime": runtime, "folder": runtime.folder}
+    at = {"runtime": runtime, "folder": runtime.folder}
     everyone.each = [
-        *(build({"_convert_": "all", **node}, **own) for node in cfg.observers.values() if node),
+        *(build({"_convert_": "all", **node}, **at) for node in cfg.observers.values() if node),
         *more,
         make_tracker(cfg, runtime.folder),
         diagnosis.Diagnose(runtime, everyone),
@@ -227,7 +227,7 @@ def make_observers(cfg: DictConfig, runtime: Any, more: Iterable[Any] = ()) -> A
 
 
 def make_tracker(cfg: DictConfig, folder: Path) -> Any:
-    """Return the tracker of a run folder."""
-    told = {"folder": str(folder), "config": OmegaConf.to_container(cfg)}
-    node = {key: value for key, value in cfg.tracker.items() if key != "replies"}  # of the loop
-    return build(node, **told, resume=cfg.resume is not None)
+    """Build the tracker of a run folder."""
+    options = {"folder": str(folder), "config": OmegaConf.to_container(cfg)}
+    node = {key: value for key, value in cfg.tracker.items() if key != "replies"}  # for the loop
+    return build(node, **options, resume=cfg.resume is not None)

@@ -1,4 +1,4 @@
-"""All rules that need two keys of a configuration (one key: conf/keys.yaml), without torch."""
+"""Check the rules between keys of a configuration (single keys: conf/keys.yaml), torch-free."""
 
 import json
 import re
@@ -21,19 +21,19 @@ from trainer.runs.run_files import PREFIX
 Config = dict[str, Any]
 ROOT = schema.FOLDER.parent
 PACKAGES = ("policies.", "envs.", "trainer.")  # of leash
-READ = {  # which bounds each surrogate reads; algorithm=ppo has no key for it, its own is clip
+READ = {  # the bounds that each surrogate reads; algorithm=ppo has only clip
     "clip": ("clip_low", "clip_high", "dual_clip", "ratio"),
     "cispo": ("clip_low", "clip_high", "ratio"),
     "reinforce": (),
     "tv_mask": ("tv_bound", "dual_clip", "ratio"),
     "kl_mask": ("kl_bound", "dual_clip", "ratio"),
 }
-# What a source of batches asks of a task; rollouts ask for a reward.
+# The method of a task that a source of batches needs; rollouts need a reward.
 ROWS = {"trainer.Demonstrations": "demonstrations", "trainer.PreferencePairs": "preferences"}
 
 
 def check(cfg: Config) -> None:
-    """Raise ValueError with the first thing that is wrong in a resolved configuration."""
+    """Raise ValueError with the first fault of a resolved configuration."""
     replies = _no_replies if cfg["algorithm"]["source"].get("_target_") in ROWS else _replies
     for rule in (_targets, schema.faults, _run, replies, _packages_and_models, _parts, _task):
         for fault in rule(cfg):
@@ -41,7 +41,7 @@ def check(cfg: Config) -> None:
 
 
 def walk(tree: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield path and node of every node with a _target_, within lists and other nodes too."""
+    """Yield path and node of every node with a _target_, at any depth."""
     if isinstance(tree, dict):
         if "_target_" in tree:
             yield path, tree
@@ -53,7 +53,7 @@ def walk(tree: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _targets(cfg: Config) -> Iterator[str]:
-    """Yield each _target_ that is no dotted name, or no code of leash unless all may be named."""
+    """Yield each invalid _target_, and each one outside of leash without allow_targets."""
     for path, node in walk(cfg):
         target = node["_target_"]
         if not isinstance(target, str) or not re.fullmatch(r"\w+(\.\w+)+", target):
@@ -68,17 +68,17 @@ def _targets(cfg: Config) -> Iterator[str]:
 
 
 def _run(cfg: Config) -> Iterator[str]:
-    """Yield what does not go together, whatever the algorithm is."""
+    """Yield the faults between keys that apply to all algorithms."""
     kl, parts, policy = cfg["kl"], cfg["algorithm"]["minibatches"], cfg["policy"]
     prompts, ranks = cfg["trainer"]["prompts_per_iteration"], cfg["launch"]["num_processes"]
     held_out, saved, rule = cfg["eval"], cfg["checkpoint"], cfg["trainer"]["stop_at"]
     if cfg["mode"] == "train":
         if prompts % ranks:
-            what = f"trainer.prompts_per_iteration={prompts} to be divisible by"
-            yield f"expected {what} launch.num_processes={ranks}: every process plays whole groups"
+            text = f"trainer.prompts_per_iteration={prompts} to be divisible by"
+            yield f"expected {text} launch.num_processes={ranks}: every process plays whole groups"
         if (prompts // ranks) % parts:
-            what = f"the {prompts // ranks} prompts of a process to split into equal parts"
-            yield f"expected {what}, got algorithm.minibatches={parts}; change one of them"
+            text = f"the {prompts // ranks} prompts of a process to split into equal parts"
+            yield f"expected {text}, got algorithm.minibatches={parts}; change one of them"
         unseen = not held_out["every"] or saved["every"] % held_out["every"]
         if saved["keep_best"] and saved["every"] and unseen:
             when = f"evaluations at its checkpoints; set eval.every={saved['every']}"
@@ -96,26 +96,26 @@ def _run(cfg: Config) -> Iterator[str]:
         name, _ = read_rule(rule)
         if name.startswith("eval/") and not held_out["every"]:
             yield f"trainer.stop_at={name} needs evaluations, got eval.every=0; set eval.every=5"
-    limit, measured = held_out["limit"], kl["measure"] and not kl["refresh_every"]
+    limit, measured = held_out["frontier"], kl["measure"] and not kl["refresh_every"]
     samples = held_out["num_samples"] and held_out["temperature"] == 1
     if limit and not (limit > 1 and samples and measured and kl["reference"] is None):
-        what = "sampled replies (eval.num_samples >= 1, eval.temperature=1) and one reference"
+        text = "sampled replies (eval.num_samples >= 1, eval.temperature=1) and one reference"
         also = "kl.measure=true without kl.refresh_every and kl.reference"
-        yield f"eval.limit={limit} needs >= 2 {what} ({also}); leave it out"
+        yield f"eval.frontier={limit} needs >= 2 {text} ({also}); leave it out"
     for name, key in schema.declared()["policy"]["vllm"].items():
         if policy["engine"] == "transformers" and policy["vllm"][name] != key.default:
             yield f"policy.vllm.{name} is for policy.engine=vllm; give that, or leave it out"
 
 
 def _no_replies(cfg: Config) -> Iterator[str]:
-    kl, algorithm, what = cfg["kl"], cfg["algorithm"], "this algorithm samples no replies"
+    kl, algorithm, text = cfg["kl"], cfg["algorithm"], "this algorithm samples no replies"
     none = {"coeff": 0, "measure": False, "controller": "constant"}
     if wrong := [key for key in none if kl[key] != none[key]]:
         instead = " ".join(f"kl.{key}={str(none[key]).lower()}" for key in wrong)
-        yield f"{what} to charge a KL on; give {instead}, or take sft_own, sft_tiny or rm_tiny"
+        yield f"{text} to charge a KL on; give {instead}, or take sft_own, sft_tiny or rm_tiny"
     for key in ("target_kl", "entropy_coeff", "entropy_target", "after_rollout"):
         if algorithm[key]:
-            yield f"{what}, which algorithm.{key} is for; leave it out"
+            yield f"{text}, which algorithm.{key} is for; leave it out"
 
 
 def _replies(cfg: Config) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _replies(cfg: Config) -> Iterator[str]:
             yield "expected policy.temperature > 0, got 0: greedy replies of a group are the same"
         for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
             if policy[name] != off:
-                why = "the log-probs that are trained on are of the whole distribution"
+                why = "training uses log-probs of the full distribution"
                 yield f"expected policy.{name}={off} in training, got {policy[name]}: {why}"
     yield from find_faults(cfg["kl"], replies=cfg["trainer"]["prompts_per_iteration"] * size)
     turns, limit = cfg["env"]["max_turns"], policy["max_new_tokens"]
@@ -140,8 +140,8 @@ def _replies(cfg: Config) -> Iterator[str]:
             yield f"{path} is of all {turns} turns; give {path}.max_tokens={limit * turns}"
     name, steps = algorithm.get("surrogate", "clip"), algorithm["epochs"] * algorithm["minibatches"]
     if name == "reinforce" and steps > 1:
-        what = "algorithm.surrogate=reinforce has no ratio for replies of an older policy"
-        yield f"{what}, got {steps} steps a batch; set epochs=1 and minibatches=1"
+        text = "algorithm.surrogate=reinforce has no ratio for replies of an older policy"
+        yield f"{text}, got {steps} steps a batch; set epochs=1 and minibatches=1"
     for key in dict.fromkeys(key for keys in READ.values() for key in keys):
         default = schema.declared()["algorithm=grpo"][key].default
         if key not in READ[name] and algorithm.get(key, default) != default:
@@ -150,7 +150,7 @@ def _replies(cfg: Config) -> Iterator[str]:
 
 
 def _packages_and_models(cfg: Config) -> Iterator[str]:
-    """Yield each optional package and each model that is missing; none is loaded."""
+    """Yield each missing optional package and model; loads none."""
     policy = cfg["policy"]
     nodes = [node for path, node in walk(cfg) if path != "tracker" or cfg["mode"] == "train"]
     packages = ["peft"] * bool(policy["lora"]["r"]) + [*map(package_of, nodes)]
@@ -164,7 +164,7 @@ def _packages_and_models(cfg: Config) -> Iterator[str]:
 
 
 def _parts(cfg: Config) -> Iterator[str]:
-    """Yield what is wrong with nodes by name."""
+    """Yield the faults of named nodes."""
     env, verbs = cfg["env"], cfg["algorithm"]["after_rollout"]
     named = {f"env.{key}": env[key] for key in ("transforms", "rewards")}
     named |= {"algorithm.after_rollout": verbs or {}, "observers": cfg["observers"]}
@@ -179,11 +179,11 @@ def _parts(cfg: Config) -> Iterator[str]:
     for name, node in env["rewards"].items():
         function = node and node.get("function")
         if isinstance(function, dict) and function.get("_partial_") is not True:
-            yield f"expected _partial_: true beside env.rewards.{name}.function._target_, got none"
+            yield f"expected _partial_: true next to env.rewards.{name}.function._target_, got none"
 
 
 def _task(cfg: Config) -> Iterator[str]:
-    """Yield what is wrong with the task and its files; the worker reads data sets of the hub."""
+    """Yield the faults of the task and its local files; the worker reads data sets of the hub."""
     env, name = cfg["env"], cfg["env"]["task"].get("_target_")
     if name is None:
         yield "expected env.task._target_, e.g. envs.tasks.SortDigits; got none"
@@ -204,7 +204,7 @@ def _task(cfg: Config) -> Iterator[str]:
 
 
 def _data_sets(node: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the data sets of an env and of the tasks within its task."""
+    """Yield the data sets of an env and of its nested tasks."""
     for key, value in node.items():
         if isinstance(value, dict):
             yield from _data_sets(value)
@@ -212,9 +212,9 @@ def _data_sets(node: Mapping[str, Any]) -> Iterator[str]:
             yield value
 
 
-@lru_cache(maxsize=8)  # for the jobs of a sweep; what is raised is not kept
+@lru_cache(maxsize=8)  # for the jobs of a sweep; errors are not cached
 def try_task(env: str, source: str, rewards: bool) -> None:
-    """Raise ValueError with what making a task and reading its rows complains about."""
+    """Build a task and read its rows; ValueError with the first fault."""
     node = json.loads(env)
     name = node["task"]["_target_"]
     fault = complaint(lambda: make_task(node), name, rows=ROWS.get(source), rewards=rewards)

@@ -1,4 +1,4 @@
-"""The command line: Hydra's own, once per run and once per job of a sweep. Torch-free."""
+"""The command line on Hydra, called once per run and per job of a sweep. Torch-free."""
 
 import os
 import re
@@ -15,19 +15,19 @@ from conf.compose import FAULTS, compose_experiment, explain, set_up, write_defa
 from conf.resume import last_run
 from conf.sweep import MULTIRUN, end_sweep, read_job
 from trainer.reports.sweep_jobs import PLAN
-from trainer.runs.failures import TRACEBACKS, complain, say
-from trainer.runs.find import nothing_left
-from trainer.runs.folders import ASIDE, is_main_rank, quoted
+from trainer.runs.discover import nothing_left
+from trainer.runs.failures import TRACEBACKS, print_error, say
+from trainer.runs.folders import TEMPORARY, is_main_rank, quoted
 from trainer.runs.launch import STOPPED, Interrupted, prepare, start, worker_command
-from trainer.runs.lock import held, reserved_gpus
+from trainer.runs.lock import locked, reserved_gpus
 from trainer.runs.run_files import read_status, read_yaml
 from trainer.runs.run_log import run_log
 
 
 def cli() -> int:
-    """Run what the command line asks for; return the exit code.
+    """Run the command line; return the exit code.
 
-    0: done, 1: failed, 2: refused before anything started, 130 and 143: stopped by a signal.
+    0: done, 1: failed, 2: refused before the start, 130 and 143: stopped by a signal.
     """
     os.environ.setdefault(TRACEBACKS, os.environ.get("HYDRA_FULL_ERROR", "0"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors
@@ -37,9 +37,9 @@ def cli() -> int:
         run()
     except (*FAULTS, ValueError, OSError) as error:
         if is_main_rank():
-            complain(ValueError(explain(error)))
+            print_error(ValueError(explain(error)))
         return 2
-    except RuntimeError:  # of a job of a sweep, which has told it
+    except RuntimeError:  # of a job of a sweep, which has printed it
         return 1
     except KeyboardInterrupt:
         say("stopped before it began; nothing new is saved")
@@ -50,10 +50,10 @@ def cli() -> int:
 
 
 def expand(words: list[str]) -> list[str]:
-    """Return the words of a command line with what is short for others, and what they imply.
+    """Expand the shorthands of a command line.
 
-    env.task=<name> is env.task.name=<name>, resume=last the newest run. A rank that torchrun
-    started knows how many ranks there are.
+    env.task=<name> becomes env.task.name=<name>, resume=last the newest run. A rank of torchrun
+    adds the number of ranks.
     """
     words = [re.sub(r"^env\.task=(?=\w[\w,]*$)", "env.task.name=", word) for word in words]
     sweeps = not {*MULTIRUN}.isdisjoint(words)
@@ -62,7 +62,7 @@ def expand(words: list[str]) -> list[str]:
             trained = any(other.startswith("mode=") for other in words)
             words[place] = word = f"resume={last_run(Path('outputs'), trained=trained)}"
             say(word)
-        folder = word.removeprefix("resume=")  # jobs of a sweep have = and , in their names
+        folder = word.removeprefix("resume=")  # names of sweep jobs contain = and ,
         if folder != word and not sweeps and re.search(r"^[^'\"].*[^\w./~@+-]", folder):
             words[place] = f"resume={quoted(folder)}"
     if (ranks := int(os.environ.get("WORLD_SIZE") or 1)) > 1:
@@ -74,22 +74,22 @@ def expand(words: list[str]) -> list[str]:
 
 @hydra.main(version_base="1.3", config_path=".", config_name="config")
 def run(cfg: DictConfig) -> float:
-    """Run one job, in fresh processes as a rule; return the metric of a sweep."""
-    set_up()  # a launcher may call this in a process of its own
+    """Run one job, usually in fresh processes; return the metric of a sweep."""
+    set_up()  # a launcher may call this in a separate process
     job = HydraConfig.get()
     folder, in_sweep = Path(job.runtime.output_dir), job.mode == RunMode.MULTIRUN
     compose = partial(compose_experiment, allow_targets=cfg.allow_targets)
     try:
-        if in_sweep and read_yaml(Path(job.sweep.dir) / PLAN).get("ended"):  # it was stopped
+        if in_sweep and read_yaml(Path(job.sweep.dir) / PLAN).get("ended"):  # the sweep was stopped
             raise Interrupted(STOPPED)
         config = read_job(cfg, folder, job.overrides.task, in_sweep=in_sweep)
         if why := nothing_left(config):
             say(f"{folder.name}: finished already" if in_sweep else why)
             return float(read_status(Path(config["resume"]))["objective"])
-        if not config["resume"] and not folder.name.startswith(ASIDE):
+        if not config["resume"] and not folder.name.startswith(TEMPORARY):
             write_defaults(folder, job)
-        if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # of torchrun: this rank becomes its worker
-            with held(folder), run_log(folder):
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # of torchrun: this rank becomes a worker
+            with locked(folder), run_log(folder):
                 prepare(config, folder, compose=compose)
             os.execv(sys.executable, worker_command(config, folder))
         in_turn = not in_sweep or job.launcher._target_.endswith(".BasicLauncher")
@@ -97,10 +97,10 @@ def run(cfg: DictConfig) -> float:
         with reserved_gpus(0 if in_turn or on_cpu else config["launch"]["num_processes"]):
             objective = start(config, folder, compose=compose)
     except (ValueError, RuntimeError, OSError) as error:
-        complain(f"{folder.name}: {error}" if in_sweep else error)
+        print_error(f"{folder.name}: {error}" if in_sweep else error)
         if in_sweep:
-            raise RuntimeError from error  # Hydra goes on with the other jobs
+            raise RuntimeError from error  # Hydra continues with the other jobs
         raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from None
-    if folder.name.startswith(ASIDE):
-        raise SystemExit(int(objective > 0))  # it found problems
+    if folder.name.startswith(TEMPORARY):
+        raise SystemExit(int(objective > 0))  # 1 if preflight found problems
     return objective

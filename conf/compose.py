@@ -1,4 +1,4 @@
-"""From the words of a command line to a checked configuration; a fault is a one-line ValueError."""
+"""Compose and check a configuration; a fault is a one-line ValueError."""
 
 import atexit
 import os
@@ -21,14 +21,14 @@ from conf.check import check
 from conf.hints import missing_file, nearest
 from conf.schema import FOLDER, TYPES, all_keys
 from policies.cache import write_text
-from trainer.runs.folders import ASIDE, is_main_rank, unique_folder
+from trainer.runs.folders import TEMPORARY, is_main_rank, unique_folder
 from trainer.runs.redact import is_secret, redact
 
 FAULTS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
 def compose(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
-    """Return what words make of the files of conf/ and, in a job, of the job's other folders."""
+    """Compose the words with the files of conf/ and, in a job, of its other search folders."""
     options: Any = {"overrides": [*words], "return_hydra_config": with_hydra}
     set_up()
     try:
@@ -46,7 +46,7 @@ def compose_checked(words: Sequence[str]) -> dict[str, Any]:
 
 
 def compose_experiment(name: str, *, allow_targets: bool = False) -> dict[str, Any]:
-    """Return the checked configuration of an experiment, as its file has it."""
+    """Return the checked configuration of an experiment without overrides."""
     allowed = ["allow_targets=true"] if allow_targets else []
     return compose_checked([f"experiment={name}", *allowed])
 
@@ -54,8 +54,8 @@ def compose_experiment(name: str, *, allow_targets: bool = False) -> dict[str, A
 def checked(cfg: DictConfig) -> dict[str, Any]:
     """Check a composed configuration and return it resolved.
 
-    Texts with ${oc.env:NAME} stay as they are, since they may be secrets: who reads the saved file
-    looks them up again. A secret that is spelt out becomes such a text.
+    Texts with ${oc.env:NAME} stay unresolved, since they may be secrets; readers of the saved file
+    resolve them. A plain-text secret becomes such a text.
     """
     try:
         plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -80,12 +80,12 @@ def _as_saved(raw: Any, plain: Any, path: str = "") -> Any:
 
 
 def write_defaults(folder: Path, hydra_config: DictConfig) -> None:
-    """Leave in a run folder what its report compares with: the experiment's and leash's values."""
+    """Write the defaults of the experiment and of leash, for the report, into a run folder."""
     choices, task = hydra_config.runtime.choices, [*hydra_config.overrides.task]
     groups = [group for group in choices if "/" not in group]
     files = [word for word in task if word.partition("=")[0] in groups]
-    own = [f"{group}={choices[group]}" for group in groups if group != "experiment"]
-    defaults = {"experiment": compose(files), "leash": compose(["~experiment", *own])}
+    chosen = [f"{group}={choices[group]}" for group in groups if group != "experiment"]
+    defaults = {"experiment": compose(files), "leash": compose(["~experiment", *chosen])}
     plain = {name: OmegaConf.to_container(cfg) for name, cfg in defaults.items()}
     (folder / ".hydra").mkdir(parents=True, exist_ok=True)
     write_text(folder / ".hydra" / "defaults.yaml", yaml.safe_dump(plain, sort_keys=False))
@@ -93,7 +93,7 @@ def write_defaults(folder: Path, hydra_config: DictConfig) -> None:
 
 
 def hide_secrets(folder: Path) -> None:
-    """Replace the secrets in the YAML files that Hydra has left in a folder."""
+    """Replace the secrets in Hydra's YAML files in a folder."""
     for path in folder.glob("*.yaml"):
         saved = yaml.safe_load(path.read_text())
         if (hidden := redact(saved)) != saved:
@@ -101,7 +101,7 @@ def hide_secrets(folder: Path) -> None:
 
 
 def explain(error: Exception) -> str:
-    """Return the line on a fault that Hydra or OmegaConf found in words or in a file."""
+    """Return a one-line message for an error of Hydra or OmegaConf."""
     text = str(error)
     if isinstance(error, yaml.YAMLError):
         return " ".join(text.split())
@@ -121,7 +121,7 @@ def explain(error: Exception) -> str:
     name, value = override.groups() if override else ("", None)
     key = cause.full_key or ""
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        unknown = max(key, name, key=len)  # of a.b.c, a.b may be what does not exist
+        unknown = max(key, name, key=len)  # for a.b.c, a.b may be the unknown key
         if unknown == "experiment" and file:
             return f"{file[1]}.yaml: write # @package _global_ as its first line, it has none"
         return f"there is no key {unknown}{where}{nearest(unknown, value)}"
@@ -132,41 +132,41 @@ def explain(error: Exception) -> str:
 
 
 def _line(text: str) -> str:
-    """Return the first line of a message, without what OmegaConf puts before an error of ours."""
+    """Return the first line of a message, without OmegaConf's prefix of a resolver's error."""
     return re.sub(r"^\w+ raised while resolving interpolation: ", "", text.splitlines()[0])
 
 
 @cache
 def set_up() -> None:
-    """Register the functions that conf/config.yaml uses for folders."""
+    """Register the resolvers of conf/config.yaml for folders."""
     for function in (run_dir, unique_folder, output_subdir):
         OmegaConf.register_new_resolver(function.__name__, function, replace=True)
 
 
 def run_dir(*, _root_: DictConfig) -> str:
-    """Return the folder of a run: one to be removed for what is no training or of another rank."""
+    """Return the run folder; a temporary one for other modes and other ranks."""
     plain = os.path.expanduser(_root_.resume or _root_.output_dir or "")
-    if is_aside(_root_):  # a vLLM server on another machine reads weights in output_dir
+    if is_temporary(_root_):  # a vLLM server on another machine reads weights from output_dir
         shared = _root_.output_dir or "outputs"
-        return folder_aside(Path(shared if _root_.policy.vllm.url else tempfile.gettempdir()))
+        return temporary_folder(Path(shared if _root_.policy.vllm.url else tempfile.gettempdir()))
     return plain or unique_folder(f"outputs/{_root_.hydra.runtime.choices.experiment}")
 
 
 def output_subdir(*, _root_: DictConfig) -> str | None:
-    """Return where Hydra leaves what a run was composed of; a resumed run has it already."""
-    return None if _root_.resume or is_aside(_root_) else ".hydra"
+    """Return the folder of Hydra's files; None for a resumed run, which has them."""
+    return None if _root_.resume or is_temporary(_root_) else ".hydra"
 
 
-def is_aside(cfg: Any) -> bool:
-    """Return whether a configuration asks for no run folder of its own."""
+def is_temporary(cfg: Any) -> bool:
+    """Return whether a configuration needs only a temporary run folder."""
     return cfg["preflight"] or cfg["mode"] != "train" or not is_main_rank()
 
 
 @cache
-def folder_aside(home: Path) -> str:
-    """Make the folder that preflight and modes run in; it goes when this process ends."""
+def temporary_folder(home: Path) -> str:
+    """Create the folder for preflight and modes; it is removed when this process ends."""
     home = home.expanduser().absolute()
     home.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix=ASIDE, dir=home)
+    folder = tempfile.mkdtemp(prefix=TEMPORARY, dir=home)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

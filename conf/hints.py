@@ -1,4 +1,4 @@
-"""What an unknown name may stand for: the nearest key or file, or a name in other_names.yaml."""
+"""Hints for unknown names: the nearest key or file, or a name in other_names.yaml."""
 
 import difflib
 import re
@@ -16,44 +16,44 @@ def other_names() -> dict[str, dict[str, Any]]:
 
 
 def known_elsewhere(key: str, value: Any = None) -> str:
-    """Return a hint at what another library's key is called here; "" if none is known."""
+    """Return a hint with leash's key for a key of another library; "" if unknown."""
     parts = key.split(".")
     for name in (".".join(parts[-2:]), parts[-1]):
         for library in other_names().values():
             for file in library.keys() - {"page"}:
                 if name in library[file]:
-                    return f"; {_told(name, library[file][name], value)} ({library['page']})"
+                    return f"; {_hint(name, library[file][name], value)} ({library['page']})"
     return ""
 
 
-def _told(name: str, means: Any, value: Any) -> str:
-    """Return what a name of another library is here: a key, by value other words, or a note."""
+def _hint(name: str, means: Any, value: Any) -> str:
+    """Render the entry of a name in other_names.yaml: a key, words for its value, or a note."""
     if isinstance(means, dict):
-        given = {str(each).lower(): ours for each, ours in means.items()}.get(str(value).lower())
-        name = f"{name}={value}" if given else name
-        means = given or str(next(iter(means.values()))).partition("=")[0]
+        match = {str(each).lower(): ours for each, ours in means.items()}.get(str(value).lower())
+        name = f"{name}={value}" if match else name
+        means = match or str(next(iter(means.values()))).partition("=")[0]
     ours, _, note = means.partition("; ")
     ours = " and ".join(ours.partition(" = ")[0].split())
     return f"{name} is {ours} here" if ours else f"{name}: {note}"
 
 
 def nearest(key: str, value: Any = None) -> str:
-    """Return a hint at known keys that look like an unknown one."""
+    """Return a hint with known keys that resemble an unknown one."""
     if key in all_keys():
         return f" here; it belongs to {all_keys()[key][0]}"
-    if key.startswith("tracker."):  # few keys, and each service has names of its own for them
+    if key.startswith("tracker."):  # few keys, which each service names differently
         known = [name.partition(".")[2] for name in all_keys() if name.startswith("tracker.")]
         return f"; tracker has {', '.join(known)} (docs/configuration.md)"
     elsewhere, leaf = known_elsewhere(key, value), key.rpartition(".")[2]
     close = [name for name in all_keys() if name.rpartition(".")[2] == leaf][:2]
     cutoff = 0.75 if elsewhere else 0.6
     close = close or difflib.get_close_matches(key, [*all_keys(), "experiment"], 1, cutoff)
-    meant = f"; did you mean {' or '.join(close)}?" if close else ""
-    return meant + elsewhere or "; see --cfg job"
+    suggestion = f"; did you mean {' or '.join(close)}?" if close else ""
+    return suggestion + elsewhere or "; see --cfg job"
 
 
 def missing_file(group: str, name: str) -> str:
-    """Return the line on a choice that is no file of a group of conf/."""
+    """Return the message for a choice without a file in a group of conf/."""
     files = sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
     close = difflib.get_close_matches(re.sub(r"\.yaml$", "", name), files, n=2)
     hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(files)}"

@@ -1,4 +1,4 @@
-"""The configuration of what is no training: preflight=true and the modes but train."""
+"""Configure preflight=true and all modes except train."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,23 +8,23 @@ from omegaconf import DictConfig
 
 from conf.compose import checked, compose_checked, compose_experiment
 from conf.resume import resumed
+from trainer.runs.discover import has_weights, missing_weights
 from trainer.runs.experiment_models import without_training
-from trainer.runs.find import has_weights, no_weights
 from trainer.runs.folders import unique_folder
 
 SILENT = {"_target_": "trainer.JsonlTracker", "keep_transcripts": False}
 BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed", "policy.device")
 ENGINE = ("policy.device", "policy.engine", "policy.vllm", "output_dir", "launch")
-MAY = {  # what may be given beside resume=, by mode
+MAY = {  # overrides allowed in addition to resume=, by mode
     "chat": ("policy.temperature", *BOTH, "launch.threads"),
     "evaluate": ("eval", *BOTH, "policy.max_prompt_tokens", *ENGINE[1:], "env"),
     "export": ("output_dir", "hub", "policy.device"),
-    "limit": ("eval.num_samples", *ENGINE),
+    "frontier": ("eval.num_samples", *ENGINE),
 }
 
 
 def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
-    """Return the checked configuration of the mode or the preflight that words ask for."""
+    """Return the checked configuration of a mode or a preflight."""
     mode = cfg.mode
     if cfg.preflight:
         if mode != "train" or cfg.resume:
@@ -32,7 +32,7 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
         config = checked(cfg)
         config["trains_first"] = sorted({*without_training(config, compose_experiment)})
         return config | {"tracker": SILENT}
-    if mode in ("export", "limit") and not cfg.resume:
+    if mode in ("export", "frontier") and not cfg.resume:
         raise ValueError(f"mode={mode} is about a trained run; give resume=<run folder>")
     if mode == "export" and (not cfg.output_dir or Path(cfg.output_dir).expanduser().exists()):
         raise ValueError("mode=export writes a new folder; give output_dir=<folder>, not there yet")
@@ -41,35 +41,35 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"mode={mode} is for models that reply, got a reward model")
     if mode == "evaluate" and not config["output_dir"]:
         config["output_dir"] = unique_folder("outputs/evaluate")
-    # What only training needs goes; chat and evaluate compare with a reference.
-    config["kl"]["measure"] = mode not in ("export", "limit")
+    # Drop the parts that only training needs; chat and evaluate need a reference.
+    config["kl"]["measure"] = mode not in ("export", "frontier")
     config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
     config["algorithm"].pop("critic", None)
     config["tracker"], config["trainer"]["overlap"] = SILENT, 0
-    config["eval"]["limit"] = 0
+    config["eval"]["frontier"] = 0
     config["launch"] |= {"strategy": "ddp", "offload": False}
-    if mode not in ("evaluate", "limit"):
+    if mode not in ("evaluate", "frontier"):
         config["launch"]["num_processes"] = 1
         config["policy"]["engine"] = "transformers"
     return config
 
 
 def _of_run(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration for a mode on what a run trained."""
+    """Return the configuration of a mode on the weights of a run."""
     folder, mode, instead = Path(cfg.resume), cfg.mode, {"output_dir": cfg.output_dir}
-    if mode in ("chat", "export"):  # they play no rows: the data of the run need not exist
+    if mode in ("chat", "export"):  # they use no rows, so the data may be missing
         instead["env"] = compose_checked(["env=sort_digits"])["env"]
     elif not cfg.output_dir:
         instead["output_dir"] = str(folder)
     config = resumed(str(folder), cfg, words, may=MAY.get(mode, ()), **instead)
-    if mode != "limit":
+    if mode != "frontier":
         if not has_weights(folder):
-            raise ValueError(no_weights(folder))
+            raise ValueError(missing_weights(folder))
         return config
     kl, held_out = config["kl"], config["eval"]
     if kl["refresh_every"] or not kl["measure"] or held_out["temperature"] != 1:
         why = "kl.measure=true, kl.refresh_every=0 and eval.temperature=1"
-        raise ValueError(f"{folder} has no limit: that is of replies with {why}")
+        raise ValueError(f"{folder} has no frontier: it needs {why}")
     held_out["greedy"] = False
     if not any(word.startswith("eval.num_samples=") for word in words):
         held_out["num_samples"] = 64

@@ -1,4 +1,4 @@
-"""The saved configuration of a run, with the few keys that a resume or a mode may change."""
+"""Load the saved configuration of a run, with the keys that a resume or a mode may change."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import checked
 from conf.schema import declared
-from trainer.runs.find import find_jobs, has_weights, is_running
+from trainer.runs.discover import find_jobs, has_weights, is_running
 from trainer.runs.run_files import PLACES, PREFIX
 
 RESUMABLE = ("trainer.num_iterations", "trainer.stop_at", "trainer.patience", "trainer.overlap")
@@ -19,9 +19,9 @@ RESUMABLE += ("tracker", "launch", "checkpoint", "eval", "policy.vllm", "observe
 def resumed(
     folder: str, cfg: DictConfig, words: Sequence[str], *, may=RESUMABLE, **instead: Any
 ) -> dict[str, Any]:
-    """Return a run's saved configuration, checked: `instead` in it, and what the words change.
+    """Return a run's saved configuration with `instead` and the keys of `words`, checked.
 
-    `cfg` is what Hydra composed of the words; a key that may not change is a ValueError.
+    `cfg`: Hydra's composition of the words. ValueError for a key outside of `may`.
     """
     saved: Any = OmegaConf.create(read_saved(Path(folder)))
     for key in (word.partition("=")[0].lstrip("+~") for word in words):
@@ -36,12 +36,12 @@ def resumed(
 
 
 def is_among(key: str, names: Sequence[str]) -> bool:
-    """Return whether a key is one of some keys or sections, or within one."""
+    """Return whether a key is in `names`, or within one of these sections."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def read_saved(folder: Path) -> dict[str, Any]:
-    """Read the config.yaml of a run folder; a missing or damaged one is a ValueError."""
+    """Read the config.yaml of a run folder; ValueError if it is missing or damaged."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise ValueError(f"resume={folder}: expected a run folder with config.yaml, got none")
@@ -56,10 +56,10 @@ def read_saved(folder: Path) -> dict[str, Any]:
     return saved
 
 
-def of_job(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration to run a sweep's job by, from the start or where it stopped.
+def job_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a sweep's job, which resumes if it was stopped.
 
-    ValueError if its folder holds a job with another configuration.
+    ValueError if the folder holds a job with another configuration.
     """
     if not (folder / "config.yaml").is_file():
         return config
@@ -72,7 +72,7 @@ def of_job(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(saved: Any, config: Any, key: str = "") -> Iterator[str]:
-    """Yield the keys whose values differ; of a warm-up the folder of its model is saved."""
+    """Yield the keys whose values differ; experiment:<name> equals its saved model folder."""
     if isinstance(saved, dict) and isinstance(config, dict):
         for name in sorted({*saved, *config} - {*PLACES}):
             path = f"{key}.{name}" if key else name
@@ -82,7 +82,7 @@ def differences(saved: Any, config: Any, key: str = "") -> Iterator[str]:
 
 
 def last_run(folder: Path, *, trained: bool = False) -> Path:
-    """Return the run below a folder that started last and has ended; a `trained` one has weights.
+    """Return the latest ended run below a folder; with `trained`, the latest with weights.
 
     A run starts when its config.yaml is written.
     """

@@ -1,4 +1,4 @@
-"""The types that Hydra checks every file and word against, made from conf/keys.yaml. Torch-free."""
+"""The typed schema of conf/keys.yaml, against which Hydra checks files and words. Torch-free."""
 
 import math
 import re
@@ -13,7 +13,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-TYPES: dict[str, tuple[Any, str]] = {  # with what a message calls a value of them
+TYPES: dict[str, tuple[Any, str]] = {  # with their names in messages
     "int": (int, "a whole number"),
     "float": (float, "a number"),
     "bool": (bool, "true or false"),
@@ -21,7 +21,7 @@ TYPES: dict[str, tuple[Any, str]] = {  # with what a message calls a value of th
     "list of str": (list[str], "a list, [a, b]"),
     "list of float": (list[float], "a list, [a, b]"),
     "dict": (dict[str, Any], "keys with values, {a: 1}"),
-    "any": (Any, "anything"),  # a typed dict that is null would not take {...} as a word
+    "any": (Any, "anything"),  # a typed dict that is null would not accept {...}
 }
 TYPES |= {f"{name} | null": (t | None, f"{kind} or null") for name, (t, kind) in TYPES.items()}
 RANGES: dict[str, Callable[[Any], bool]] = {
@@ -43,7 +43,7 @@ OPEN = ("env.task", "env.rewards", "env.transforms", "policy.chat_template_kwarg
 
 @dataclass(frozen=True)
 class Key:
-    """A declared key. `limit`: all its values, or a name of RANGES for those that are not null."""
+    """A declared key. `limit`: its allowed values, or a name of RANGES for values but null."""
 
     type: str
     default: Any
@@ -53,14 +53,14 @@ class Key:
 
 @cache
 def declared() -> dict[str, dict[str, Any]]:
-    """Return the tree of keys of "root", of each group, and of each file that has others."""
+    """Return the tree of keys of "root", of each group, and of each file with additional keys."""
     read = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_text())
     out = {name: _tree(node) for name, node in read.items() if "=" not in name}
     for name, node in read.items():
         group, _, files = name.partition("=")
         for file in filter(None, files.split("|")):
-            here = f"{group}={file}"
-            out[here] = out.get(here, out[group]) | _tree(node)
+            part = f"{group}={file}"
+            out[part] = out.get(part, out[group]) | _tree(node)
     return out
 
 
@@ -95,7 +95,7 @@ def all_keys() -> dict[str, tuple[str, Key | None]]:
 
 
 def faults(config: dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with single values of a resolved configuration."""
+    """Yield the faults of single values of a resolved configuration."""
     for group in (part for part in declared() if "=" not in part):
         node = config if group == "root" else config[group]
         parts = [part for part in declared() if part.partition("=")[0] == group]
@@ -113,7 +113,7 @@ def faults(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _typed(name: str, tree: dict[str, Any], *bases: type) -> type:
-    """Return a tree as a dataclass with a name in this module: launchers pickle Hydra's store."""
+    """Return a tree as a dataclass of this module, since launchers pickle Hydra's store."""
     fields: list[Any] = []
     for key, node in tree.items():
         if isinstance(node, Key):
@@ -127,7 +127,7 @@ def _typed(name: str, tree: dict[str, Any], *bases: type) -> type:
 
 
 def register() -> None:
-    """Make the declarations known to Hydra: the root, and one for each group and such files."""
+    """Store the schema in Hydra: the root, each group, and each file with additional keys."""
     store, groups = ConfigStore.instance(), {}
     for part, tree in declared().items():
         group, _, file = part.partition("=")
@@ -149,4 +149,4 @@ def register() -> None:
     store.store(name="_schema", node=node)
 
 
-register()  # a launcher's process imports this module alone
+register()  # a launcher's process imports only this module

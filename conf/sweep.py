@@ -1,4 +1,4 @@
-"""What leash adds to Hydra's runs and sweeps: checks, resume of jobs, sweep.html, GPU slots."""
+"""Hydra callback of runs and sweeps: checks, resume of jobs, sweep.html, stop signals."""
 
 import json
 import os
@@ -17,14 +17,14 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from conf.compose import FAULTS, checked, explain, hide_secrets, is_aside
+from conf.compose import FAULTS, checked, explain, hide_secrets, is_temporary
 from conf.modes import configure
-from conf.resume import of_job, resumed
+from conf.resume import job_config, resumed
 from policies.cache import write_text
 from trainer.reports.sweep_jobs import PLAN, load_sweep, results
 from trainer.reports.sweep_page import write_sweep
-from trainer.runs.failures import complain, say
-from trainer.runs.find import nothing_left
+from trainer.runs.discover import nothing_left
+from trainer.runs.failures import print_error, say
 from trainer.runs.folders import holds_run, is_main_rank, quoted
 from trainer.runs.launch import Interrupted
 from trainer.runs.lock import lock_folder
@@ -33,20 +33,20 @@ from trainer.runs.run_files import read_yaml
 from trainer.runs.run_log import VERBOSE
 
 MULTIRUN = ("-m", "--multirun")
-OPEN: list[tuple[Path, Any]] = []  # the sweep of this process, and the lock of its folder
+OPEN: list[tuple[Path, Any]] = []  # folder and lock of the sweep of this process
 
 
 class Leash(Callback):
-    """Check everything before Hydra starts a job, and keep the page of a sweep up to date."""
+    """Check all jobs before Hydra starts one, and update the page of a sweep."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Refuse a run that cannot begin."""
+        """Refuse a run with a fault."""
         with _refused(config):
-            folder = Path("." if is_aside(config) else config.hydra.run.dir)
+            folder = Path("." if is_temporary(config) else config.hydra.run.dir)
             read_job(config, folder, config.hydra.overrides.task, in_sweep=False)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Refuse a sweep with a job that cannot begin; fix what all of its jobs share."""
+        """Refuse a sweep with a faulty job; write its plan and fix its folder."""
         place = "hydra.sweep.dir="
         words = [w for w in sys.argv[1:] if w not in MULTIRUN and not w.startswith(place)]
         with _refused(config):
@@ -59,14 +59,14 @@ class Leash(Callback):
         say(f"sweep    {write_sweep(folder)}")
 
     def on_job_end(self, config: DictConfig, **_: Any) -> None:
-        """Write the page of the sweep again."""
+        """Rewrite the page of the sweep."""
         if config.hydra.mode == RunMode.MULTIRUN:
             with suppress(OSError):  # a full disk
                 write_sweep(config.hydra.sweep.dir)
 
 
 def end_sweep() -> None:
-    """Write the page for good, if this process has begun a sweep, however that has ended."""
+    """Write the final page of the sweep of this process, if any, after any kind of end."""
     for folder, lock in OPEN:
         _note_end(folder)
         hide_secrets(folder)  # of multirun.yaml
@@ -83,7 +83,7 @@ def _note_end(folder: Path) -> None:
 
 @contextmanager
 def _refused(config: DictConfig) -> Iterator[None]:
-    """End the process on a fault: Hydra would only warn of what a callback raises."""
+    """End the process on a fault: Hydra only warns of errors in callbacks."""
     if verbose := config.hydra.verbose:  # true, a logger's name, or several
         names = verbose if OmegaConf.is_list(verbose) else [str(verbose).replace("True", "true")]
         os.environ[VERBOSE] = ",".join(names)
@@ -91,33 +91,33 @@ def _refused(config: DictConfig) -> Iterator[None]:
         yield
     except (*FAULTS, ValueError, OSError) as error:
         if is_main_rank():
-            complain(ValueError(explain(error)))
+            print_error(ValueError(explain(error)))
         raise SystemExit(2) from None
 
 
 def read_job(
     cfg: DictConfig, folder: Path, words: Sequence[str], *, in_sweep: bool
 ) -> dict[str, Any]:
-    """Return the checked configuration of what a run, or a job of a sweep, is to do."""
+    """Return the checked configuration of a run or of a job of a sweep."""
     cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
     if cfg.preflight or cfg.mode != "train":
         return configure(cfg, words)
     if cfg.resume:
         config = resumed(cfg.resume, cfg, words)
     elif in_sweep:
-        config = of_job(folder, checked(cfg))
+        config = job_config(folder, checked(cfg))
     else:
         config = checked(cfg)
         if is_main_rank() and holds_run(folder):
             raise ValueError(f"{folder} already holds a run; resume it by resume={folder}")
-    nothing_left(config)  # ValueError of fewer iterations than there are
+    nothing_left(config)  # ValueError for fewer iterations than the run has
     return config
 
 
 def _name_jobs(config: DictConfig, folder: Path) -> list[str]:
-    """Check each job of a basic sweep and return their folders; each gets the same sweep.dir.
+    """Check each job of a basic sweep and return their folders; all get the same sweep.dir.
 
-    Folders are named by what is swept alone, so that a name stays short.
+    Folders are named only by the swept keys, so that names stay short.
     """
     loader = GlobalHydra.instance().config_loader()
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
@@ -143,12 +143,12 @@ def _name_jobs(config: DictConfig, folder: Path) -> list[str]:
 
 
 def _stop(number: int, _: Any) -> None:
-    """Stop a sweep by a signal: no further job starts, and those that run save first."""
+    """Stop a sweep on a signal: no further job starts, running jobs save first."""
     _note_end(OPEN[0][0])
     family = psutil.Process().children(recursive=True)
     ranks = [process for process in family if "--worker" in process.cmdline()]
-    for process in family if number == signal.SIGTERM else ():  # Ctrl-C reaches all by itself
-        if process not in ranks:  # they hear of it from who started them
+    for process in family if number == signal.SIGTERM else ():  # Ctrl-C reaches all processes
+        if process not in ranks:  # their launchers forward the signal
             process.send_signal(number)
     psutil.wait_procs(ranks, timeout=60)
     raise Interrupted(128 + number)

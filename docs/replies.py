@@ -3,7 +3,7 @@
     python docs/replies.py multirun/ppo_sentiment_smollm/<date_time>
 
 Rewards and KL are those of the held-out replies, the KL in nats per reply. The efficiency is known
-once the reference was sampled: `python -m trainer.reports <sweep> --limit`.
+once the reference was sampled: `python -m trainer.reports <sweep> --frontier`.
 """
 
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer.limit import EVAL_KL, EVAL_REWARD, FILE, Limit, read_limit
 from trainer.reports.sweep_jobs import efficiency
-from trainer.runs.find import find_jobs
+from trainer.runs.discover import find_jobs
 from trainer.runs.run_files import Run, load_run, read_lines
 
 

@@ -20,7 +20,7 @@ from test_checkpoint import flip, make
 from torch.distributed.device_mesh import init_device_mesh
 
 from conf.compose import compose, compose_checked, set_up
-from conf.resume import of_job, resumed
+from conf.resume import job_config, resumed
 from envs.data import Table
 from envs.rewards.functions import Function
 from envs.rewards.rewarded import Rewarded
@@ -30,7 +30,7 @@ from envs.transforms.tools import Tool
 from policies.sharding import shard
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.modes.preflight.checks import check_rewards
-from trainer.modes.preflight.play import Findings
+from trainer.modes.preflight.profile import Findings
 from trainer.reports.report import write_report
 from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.launch import run
@@ -74,9 +74,9 @@ def sweep(folder: Path) -> None:
     set_up()
     config = compose_checked([TINY])
     OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
-    assert of_job(folder, config)["resume"] == str(folder)
+    assert job_config(folder, config)["resume"] == str(folder)
     with pytest.raises(ValueError, match=r"kl\.coeff"):
-        of_job(folder, config | {"kl": config["kl"] | {"coeff": 9.0}})
+        job_config(folder, config | {"kl": config["kl"] | {"coeff": 9.0}})
 
 
 @in_a_folder

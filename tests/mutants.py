@@ -301,7 +301,7 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("a stale engine", rooms.stale_engine, "trainer.weight_sync:_check_arrived"),
     ("an engine's lost weights", rooms.fresh_engine, "trainer.weight_sync:_check_unchanged"),
     ("shards restored as zeros", rooms.shards, "policies.sharding:Shards.scatter"),
-    ("preflight says it only", rooms.preflight, "trainer.modes.preflight.play:Findings.problem"),
+    ("preflight says it only", rooms.preflight, "trainer.modes.preflight.profile:Findings.problem"),
 ]
 MUTANTS = [Mutant(*row) for row in ROWS]
 

@@ -93,7 +93,7 @@ def train(
         generator = engine(policy)
         parts = {"task": task, "env": env, "generator": generator, "runtime": runtime}
         display = Display(4, title="words", folder=folder, file=shown)
-        options = {"num_samples": 2, "prompts_per_batch": 2, "every": 2, "limit": limit}
+        options = {"num_samples": 2, "prompts_per_batch": 2, "every": 2, "frontier": limit}
         loop = Trainer(
             runtime=runtime,
             policy=policy,

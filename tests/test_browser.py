@@ -19,7 +19,7 @@ from trainer.reports.panels import MAIN, MORE
 from trainer.reports.report import write_report
 from trainer.reports.sweep_page import write_sweep
 from trainer.reports.trackers.jsonl import JsonlTracker
-from trainer.runs.lock import held
+from trainer.runs.lock import locked
 
 pytestmark = pytest.mark.browser
 LONG = "unbreakable" * 12
@@ -256,7 +256,7 @@ def test_the_browser_of_replies_goes_through_iterations_and_finds_texts(browser,
 def test_a_running_page_shows_the_next_iteration_at_the_same_place(browser, tmp_path, monkeypatch):
     monkeypatch.setattr(page_module, "RELOAD", 0.5)
     write_run(tmp_path, state="running")
-    with held(tmp_path):
+    with locked(tmp_path):
         browser.open(write_report(tmp_path), width=390)
         browser.run("document.querySelector('details').open = true; scrollTo(0, 700)")
         JsonlTracker(tmp_path, resume=True).log(metrics(61, 1.0), 61)

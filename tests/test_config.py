@@ -21,7 +21,7 @@ from conf.compose import compose_checked
 from conf.resume import read_saved
 from envs.tasks import Reward, Task
 from policies.optional_packages import EXTRAS
-from trainer.runs.find import nothing_left
+from trainer.runs.discover import nothing_left
 
 HERE = "test_config"
 FILES = sorted((ROOT / "conf").glob("*/*.yaml"))
@@ -130,7 +130,7 @@ FAULTS = [  # words, and the key that the line names
     (["trainer.overlap=1"], r"trainer\.overlap.*policy\.vllm\.url"),
     (["policy.vllm.max_num_seqs=3"], r"policy\.vllm\.max_num_seqs"),
     (["trainer.patience=2", "eval.every=0"], r"trainer\.patience"),
-    (["eval.limit=8", "kl.refresh_every=1"], r"eval\.limit"),
+    (["eval.frontier=8", "kl.refresh_every=1"], r"eval\.frontier"),
     (["checkpoint.keep_best=true", "checkpoint.every=1"], r"checkpoint\.keep_best"),
     (["policy.model=./nowhere"], r"policy\.model"),
     (["env.transforms.kl._target_=envs.transforms.RetrieveKL"], r"env\.transforms\.kl\._target_"),

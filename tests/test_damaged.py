@@ -8,12 +8,12 @@ from runs import asked
 from conf.compose import compose_checked
 from trainer.reports.__main__ import main as report
 from trainer.reports.sweep_page import write_sweep
-from trainer.runs.find import nothing_left
+from trainer.runs.discover import nothing_left
 
 CONFIG = compose_checked(["experiment=grpo_tiny", "policy.model=tiny"])
 FILES = {
     "config.yaml": yaml.safe_dump(CONFIG, sort_keys=False),
-    "limit.json": '{"reward": [[0.5, 1.0]], "success": [[0, 1]]}',
+    "frontier.json": '{"reward": [[0.5, 1.0]], "success": [[0, 1]]}',
     **dict.fromkeys(("eval.json", "errors/rank0.txt", ".hydra/defaults.yaml"), "{}"),
 }
 WRITTEN = ("status.json", "metrics.jsonl", "transcripts.jsonl", ".hydra/overrides.yaml")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from trainer.runs.failures import LESS_MEMORY, complain, headline, last_words, say
+from trainer.runs.failures import LESS_MEMORY, headline, print_error, record_failure, say
 from trainer.runs.launch import kill_reason
 from trainer.runs.run_files import read_status
 from trainer.runs.run_log import FILE as LOG
@@ -53,7 +53,7 @@ def test_a_failure_leaves_its_line_and_traceback_without_secrets(tmp_path, monke
     text = "401 for hf_planted_1, https://me:url_planted_2@hub/x, extra_token=in_planted_3; plain"
     with pytest.raises(KeyError) as caught:
         raise KeyError(text + "x" * 60_000) from ValueError("hf_planted_1")
-    assert last_words(tmp_path, caught.value) == 1
+    assert record_failure(tmp_path, caught.value) == 1
     reason, kept = read_status(tmp_path)["reason"], (tmp_path / "errors/rank0.txt").read_text()
     for written in (reason, kept):
         assert "planted" not in written
@@ -71,13 +71,13 @@ def test_a_failure_on_a_full_disk_is_in_the_status_or_printed(tmp_path, capsys, 
     monkeypatch.setenv("LEASH_PARENT", "1")
     monkeypatch.setattr("trainer.runs.failures.write_text", fail)
     (tmp_path / "status.json").write_text('{"state": "running", "iteration": 2}')
-    last_words(tmp_path, FULL)
+    record_failure(tmp_path, FULL)
     assert capsys.readouterr().err == ""
     status = read_status(tmp_path)
     assert (status["state"], status["iteration"]) == ("failed", 2)
     assert "No space left" in status["reason"]
     (tmp_path / "status.json").unlink()
-    last_words(tmp_path, FULL)
+    record_failure(tmp_path, FULL)
     assert capsys.readouterr().err.startswith("error: cannot write (")
 
 
@@ -86,7 +86,7 @@ def test_run_log_has_what_was_logged_and_told_without_secrets(tmp_path, capsys, 
     with run_log(tmp_path), run_log(tmp_path):
         logging.getLogger("mine").info("sent %s", "sk-verysecret")
         say("a line")
-        complain("a fault")
+        print_error("a fault")
     said = capsys.readouterr()
     assert (said.out, said.err) == ("a line\n", "error: a fault\n")
     lines = [line.split(" ", 2)[2] for line in (tmp_path / LOG).read_text().splitlines()]

@@ -19,7 +19,7 @@ from trainer.runs.experiment_models import cache_folder, resolve_experiment
 from trainer.runs.folders import unique_folder
 from trainer.runs.launch import run
 from trainer.runs.launch import start as start_run
-from trainer.runs.lock import held, held_by_rank, is_free, reserved_gpus
+from trainer.runs.lock import is_free, locked, locked_by_rank, reserved_gpus
 from trainer.runs.run_files import read_status
 
 WORKER = """
@@ -200,9 +200,9 @@ def test_a_run_that_is_still_running_is_neither_resumed_nor_touched(script):
 
 def test_the_rank_0_of_a_launcher_that_was_killed_locks_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.runs.lock.WAIT", 0.3)
-    with held(tmp_path), pytest.raises(ValueError, match="still running"), held(tmp_path):
+    with locked(tmp_path), pytest.raises(ValueError, match="still running"), locked(tmp_path):
         pass
-    with held_by_rank(tmp_path):
+    with locked_by_rank(tmp_path):
         assert not is_free(tmp_path)
         with pytest.raises(ValueError, match="still running"):
             start_run({}, tmp_path, compose=lambda _: {})

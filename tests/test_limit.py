@@ -163,7 +163,7 @@ LEAST, ACCURACY = (2 / 3 * found for found in kl_of_rates(np.array([0.25, 0.5]),
 
 def write_limit(folder: Path, success=SUCCESS, reward=REWARD, asked: int = 3) -> None:
     values = {"asked": asked, "success": success, "reward": reward}
-    (folder / "limit.json").write_text(json.dumps(values))
+    (folder / "frontier.json").write_text(json.dumps(values))
 
 
 def write_jobs(folder: Path, *, right: bool = True) -> Path:
@@ -195,7 +195,7 @@ def test_efficiency_is_the_least_kl_over_what_was_spent(tmp_path, right):
     assert float(found.pop("1.0")) == pytest.approx(0.5, abs=0.01)
     assert found == {"0.0": "", "9.0": ""}
     picture = tmp_path / "a.svg"  # replies that are there are not sampled again
-    assert main([str(tmp_path), "--limit", "512", "--svg", str(picture)]) == 0
+    assert main([str(tmp_path), "--frontier", "512", "--svg", str(picture)]) == 0
     write_status(tmp_path / "kl.coeff=1", state="finished", held_out=100)
     assert efficiencies(tmp_path)["1.0"] == "", "a limit of other rows judges no run"
 
@@ -226,8 +226,8 @@ def test_a_run_with_a_limit_judges_its_evaluations_and_goes_on_so(tmp_path):
     judged = [row["progress/iteration"] for row in whole if "kl/efficiency" in row]
     assert judged == [2, 4], whole
     assert [row.get("kl/efficiency") for row in whole] == [row.get("kl/efficiency") for row in cut]
-    kept = json.loads((tmp_path / "whole" / "limit.json").read_text())
+    kept = json.loads((tmp_path / "whole" / "frontier.json").read_text())
     assert kept["rows"] == [0, 1, 2, 3]
     assert {len(row) for row in kept["success"]} == {16}
     train(tmp_path / "dropped", Unjudged(), limit=4)
-    assert not (tmp_path / "dropped" / "limit.json").exists(), "no row has a reward"
+    assert not (tmp_path / "dropped" / "frontier.json").exists(), "no row has a reward"

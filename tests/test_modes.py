@@ -81,8 +81,8 @@ def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_p
 def test_the_limit_is_made_of_the_model_that_a_run_started_from(small_run, tmp_path):
     """As many replies as the run's own evaluation plays: the very ones, before any training."""
     folder = shutil.copytree(small_run.folder, tmp_path / "kl.coeff=0.1,seed='1'")  # as of a job
-    report([str(folder), "--limit", "2"])
-    found, first = read_yaml(folder / "limit.json"), lines(folder / "metrics.jsonl")[0]
+    report([str(folder), "--frontier", "2"])
+    found, first = read_yaml(folder / "frontier.json"), lines(folder / "metrics.jsonl")[0]
     assert found["model"] == read_status(folder)["model"]["sha256"]
     right, rewards = (itertools.chain(*found[name]) for name in ("success", "reward"))
     assert first["eval/sampled_accuracy"] == pytest.approx(fmean(right))
@@ -203,7 +203,7 @@ REFUSED = [
     (["mode=chat", "kl.coeff=1"], r"kl\.coeff"),
     (["mode=export"], "output_dir"),
     (["mode=export", "output_dir=run"], "output_dir"),
-    (["mode=limit"], r"kl\.measure"),
+    (["mode=frontier"], r"kl\.measure"),
     (["mode=chat"], "failed; finish it with resume=run"),
 ]
 

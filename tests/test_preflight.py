@@ -14,7 +14,7 @@ import train
 from policies.load import load_policy
 from trainer.modes.preflight import costs
 from trainer.modes.preflight.costs import at_limits, memory_of
-from trainer.modes.preflight.play import Phase, restart_peak
+from trainer.modes.preflight.profile import Phase, restart_peak
 from trainer.runtime import peak_memory
 
 SMALL = (

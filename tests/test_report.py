@@ -15,7 +15,7 @@ from trainer.reports.chart import Series, line_chart
 from trainer.reports.diagnosis import Diagnosis
 from trainer.reports.live import SECONDS, SHARE, LiveReport
 from trainer.reports.report import run_svg, write_report
-from trainer.runs.lock import held
+from trainer.runs.lock import locked
 
 
 def drawn(*series: Series) -> Picture:
@@ -74,7 +74,7 @@ def test_a_page_reloads_itself_while_its_run_goes_on_and_says_what_it_does(tmp_p
     write_lines(tmp_path, *[{"reward/mean": 0.5, "time/iteration_s": 8.0}] * 12)
     phase = {"phase": "evaluate", "phase_since": time.time() - 75, "phase_share": 0.4}
     write_status(tmp_path, state="running", **phase)
-    with held(tmp_path):
+    with locked(tmp_path):
         page = Page(write_report(tmp_path))
         assert page.goes_on
         assert {"evaluating on held-out prompts: 40% done, for ", "1 min 15 s"} <= {*page.texts}
@@ -137,7 +137,7 @@ def clock(monkeypatch) -> list[float]:
 def test_a_report_follows_its_run(tmp_path, clock):
     folder = write_status(tmp_path / "run", state="running")
     report, page = LiveReport(folder), folder / "report.html"
-    with held(folder):
+    with locked(folder):
         report.begin()
         assert Page(page).goes_on
         page.unlink()

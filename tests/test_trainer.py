@@ -19,7 +19,7 @@ from trainer.early_stopping import EarlyStopping
 from trainer.evaluation import Evaluate
 from trainer.kl_control import make_kl_controller
 from trainer.overlap import Overlap
-from trainer.runs.find import nothing_left
+from trainer.runs.discover import nothing_left
 from trainer.runs.run_files import load_run, read_status
 from trainer.sources import Rollouts
 from trainer.trainer import Trainer

@@ -1,9 +1,9 @@
 """Evaluate on held-out rows: sampled accuracy (mean over samples) and greedy accuracy.
 
-The env and `collect` of training; only rows, temperature and streams differ. Ranks share the rows,
-evenly or not. Accuracy is also reported per row label. Dropped replies are excluded.
-kl/efficiency is the share of its KL that a policy needed (docs/kl.md), from replies of the
-reference: sampled before training with eval.limit, or later by mode=limit, kept in limit.json.
+The same env and collect as training; only the rows, the temperature and the streams differ.
+Ranks share the rows, evenly or not. Accuracy is also reported per row label. Dropped replies are
+excluded. kl/efficiency is how much of its KL a policy needed (docs/kl.md), from replies of the
+reference: sampled before training (eval.frontier) or later (mode=frontier), see frontier.json.
 """
 
 import json
@@ -32,9 +32,9 @@ from trainer.transcripts import transcript
 class Evaluate:
     """Measure the generator on the task's eval rows.
 
-    `prompts_per_batch` prompts are played at a time. Samples depend on (seed, row, sample) only, so
-    two evaluations differ by the weights alone. `retrieve_kl` measures the KL of the sampled
-    replies; with `limit` replies to each row before training, kl/efficiency judges it.
+    `prompts_per_batch` prompts are played at a time; draws depend on (seed, row, sample) only, so
+    that two evaluations differ by the weights alone. `retrieve_kl` measures the KL of the sampled
+    replies; with `frontier` replies to each row before training, kl/efficiency judges it.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Evaluate:
         max_rows: int | None = None,
         prompts_per_batch: int = 8,
         every: int = 0,
-        limit: int = 0,
+        frontier: int = 0,
     ) -> None:
         self.task, self.env, self.generator = task, env, generator
         self.set_rows(list(islice(task.rows("eval"), max_rows)))
@@ -60,7 +60,7 @@ class Evaluate:
         self.placements = placement_of(generator), placement_of(retrieve_kl)
         wanted = ("sampled", num_samples, temperature), ("greedy", int(greedy), 0.0)
         self.plans = [self.plan(*each) for each in wanted if each[1]]
-        self.efficiency = Efficiency(limit, runtime.folder) if limit else None
+        self.efficiency = Efficiency(frontier, runtime.folder) if frontier else None
 
     def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
         """Return the name, an env with `samples` replies per row, a generator at `temperature`."""

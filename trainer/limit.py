@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ACCURACY, EVAL_REWARD, EVAL_KL = "eval/sampled_accuracy", "eval/reward", "eval/kl_ref_sequence"
-FILE = "limit.json"  # of a run or a sweep: samples of the reference
+FILE = "frontier.json"  # of a run or a sweep: samples of the reference
 Array = NDArray[np.float64]
 NUM_POINTS = 80  # of a curve
 MAX_MISSING = 0.1  # share of the resamples that may end below a value
@@ -208,7 +208,7 @@ class Limit:
 
     @classmethod
     def of_samples(cls, content: Any) -> "Limit | None":
-        """Return that of a limit.json's contents; None if they are damaged."""
+        """Return that of a frontier.json's contents; None if they are damaged."""
         try:
             reward, success = (np.array(content[n], np.float64) for n in ("reward", "success"))
         except (TypeError, KeyError, ValueError):
@@ -256,11 +256,11 @@ class Limit:
     def ends(self) -> str:
         """Return a sentence on the end of the curve and how to extend it."""
         more = 8 * self.success.shape[1]
-        return f"the line ends where these do (--limit {more} for more): docs/kl.md, The limit"
+        return f"the line ends where these do (--frontier {more} for more): docs/kl.md"
 
 
 def read_limit(path: Path) -> Limit | None:
-    """Read a limit.json, None of a damaged one."""
+    """Read a frontier.json, None of a damaged one."""
     try:
         return Limit.of_samples(json.loads(path.read_text(encoding="utf-8")))
     except ValueError:  # truncated file

@@ -75,7 +75,7 @@ def test_two_ranks_with_shards_log_the_losses_and_sample_the_limit_of_one(name, 
     one, two = (place / way / "many" / name for way in ("1", "2 fsdp2"))
     for mine, want in zip(metrics(two), metrics(one), strict=True):
         assert mine == pytest.approx(want, rel=1e-4, abs=1e-5)
-    limits = [path.read_text() for at in (one, two) for path in at.glob("limit.json")]
+    limits = [path.read_text() for at in (one, two) for path in at.glob("frontier.json")]
     assert limits[:1] == limits[1:]
 
 

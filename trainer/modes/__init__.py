@@ -1,7 +1,7 @@
-"""What can be done with the parts of a run: one file a mode, with `run(loop, settings) -> float`.
+"""The modes of train.py: one file per mode, with `run(loop, settings) -> float`.
 
-`loop` is the Trainer that train.py put together, `settings` the resolved configuration. Beside
-"train" the run folder of `loop` is one that is removed; what a mode keeps it writes elsewhere.
+`loop` is the Trainer that train.py builds, `settings` the resolved configuration. All modes except
+"train" have a temporary run folder and write their results elsewhere.
 """
 
 from importlib import import_module
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def run_mode(loop: "Trainer", settings: dict[str, Any]) -> float:
-    """Do what the settings ask for; return the metric of a sweep, or how many problems there are.
+    """Run the mode of the settings; return the metric of a sweep, or the number of problems.
 
-    The run's status says it too, which is how the parent hears of it.
+    The result is also written to status.json, from which the parent process reads it.
     """
     name = "preflight" if settings["preflight"] else settings["mode"]
-    if name in ("train", "evaluate", "limit"):
+    if name in ("train", "evaluate", "frontier"):
         for text in drop_long_rows(loop):
             loop.observers.say(text)
     if name == "train":

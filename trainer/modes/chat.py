@@ -1,8 +1,8 @@
-"""mode=chat: a terminal chat with the policy beside the reference.
+"""mode=chat: a terminal chat with the policy and the reference, which answer separately.
 
-Both answer the same message, each in a chat of its own. The policy's tokens are coloured by
-log pi - log ref at the sampling temperature (greedy: 1), in the colours of report.html: orange
-where training made a token likelier, blue where less likely. Lines come from stdin, or a pipe.
+The policy's tokens are coloured by log pi - log ref at the sampling temperature (greedy: 1), as in
+report.html: orange where training made a token likelier, blue where less likely. Messages are read
+from stdin.
 """
 
 import sys
@@ -23,26 +23,26 @@ from trainer.trainer import Trainer
 from trainer.transcripts import token_texts
 
 QUIT, RESET = "/quit", "/reset"
-STEPS = ((2.0, "bold "), (0.5, ""), (0.1, "dim "))  # nats from which a colour is that strong
+STEPS = ((2.0, "bold "), (0.5, ""), (0.1, "dim "))  # least nats for each strength
 LIKELIER, LESS_LIKELY = "dark_orange", "dodger_blue1"  # as in trainer/reports/style.css
 
 
 @dataclass
 class Talk:
-    """One side of the chat: its messages, and their exact ids once it has replied."""
+    """The chat of one model: its messages, and their exact ids after the first reply."""
 
     policy: TransformersWrapper
     messages: list[dict[str, str]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Begin a new chat, with the system prompt if there is one."""
+        """Start a new chat, with the system prompt if the policy has one."""
         system = self.policy.system_prompt
         self.messages = [{"role": "system", "content": system}] if system else []
         self.ids = []
 
     def answer(self, text: str, stream: Tensor) -> int:
-        """Reply to a message; return how many tokens the reply has."""
+        """Reply to a message; return the number of tokens of the reply."""
         policy, new = self.policy, [{"role": "user", "content": text}]
         if self.ids:
             prompt = policy.renderer.extend(self.ids, self.messages, new)
@@ -50,12 +50,12 @@ class Talk:
             every = [*self.messages, *new]
             prompt = policy.renderer.render(every, add_generation_prompt=True).ids
         ids = torch.tensor([prompt], device=policy.device)  # [1, T]
-        drawn = policy._draw(ids, torch.ones_like(ids, dtype=torch.bool), stream)
-        said = drawn.ids[0].tolist()
-        reply = policy.tokenizer.decode(said, skip_special_tokens=True)
+        sampled = policy._draw(ids, torch.ones_like(ids, dtype=torch.bool), stream)
+        new_ids = sampled.ids[0].tolist()
+        reply = policy.tokenizer.decode(new_ids, skip_special_tokens=True)
         self.messages += [*new, {"role": "assistant", "content": reply}]
-        self.ids = prompt + said
-        return len(said)
+        self.ids = prompt + new_ids
+        return len(new_ids)
 
 
 @torch.no_grad()
@@ -82,7 +82,7 @@ def style(ratio: float) -> str:
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
     """Chat until the input ends, /quit or Ctrl-C."""
     console = Console(highlight=False)
-    names = [take_weights(loop, settings).what, reference_name(loop, settings)]
+    names = [take_weights(loop, settings).label, reference_name(loop, settings)]
     for side, name in zip(("policy", "reference"), names, strict=True):
         console.print(f"{side:<10} {name}", markup=False, soft_wrap=True)
     console.print(f"{RESET} begins a new chat, {QUIT} ends", markup=False)
@@ -94,7 +94,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
 def chat(
     policy: Any, reference: Scorer, console: Console, lines: Iterable[str], *, seed: int = 0
 ) -> None:
-    """Answer each line by both models; print why if one cannot be answered."""
+    """Answer each line with both models; print the error if a line cannot be answered."""
     talks = [Talk(policy), Talk(policy.get_new_version(model=reference))]
     for talk in talks:
         talk.reset()
@@ -107,14 +107,14 @@ def chat(
                 talk.reset()
             console.print("a new chat")
         elif text:
-            try:  # one stream: models that agree reply alike
+            try:  # the same stream: equal models give equal replies
                 _reply(*talks, text, fold(seed, torch.tensor([turn])), console)
             except ValueError as error:
                 console.print(str(error), markup=False)
 
 
 def _reply(ours: Talk, theirs: Talk, text: str, stream: Tensor, console: Console) -> None:
-    """Print the replies of both to a message."""
+    """Print the replies of both models to a message."""
     length = ours.answer(text, stream)
     ratios = log_ratio(ours, theirs.policy.scorer, length)
     shown = Text().append("policy     ", style="bold")
@@ -130,7 +130,7 @@ def _reply(ours: Talk, theirs: Talk, text: str, stream: Tensor, console: Console
 
 
 def _lines(console: Console) -> Iterator[str]:
-    """Yield lines of stdin, with a prompt for each at a terminal."""
+    """Yield lines of stdin; print a prompt before each at a terminal."""
     while True:
         if sys.stdin.isatty():
             console.print("you        ", end="", style="bold")
@@ -140,5 +140,5 @@ def _lines(console: Console) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Return a text without control characters, which would steer the terminal."""
+    """Return a text without control characters, which could control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text).rstrip("\n")

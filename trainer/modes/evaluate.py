@@ -1,7 +1,7 @@
-"""mode=evaluate: the eval rows of a task, a table of what the replies are worth, eval.json.
+"""mode=evaluate: evaluate the eval rows of a task, print a table and write eval.json.
 
 pass@k is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, eq. 1), a mean over the rows.
-Replies that the task dropped count nowhere, as in training. Names are those of metrics.jsonl.
+Replies that the task dropped are excluded, as in training. Metric names are those of metrics.jsonl.
 """
 
 import json
@@ -23,7 +23,7 @@ LENGTH, TRUNCATED = "response/length_mean", "response/truncated_fraction"
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Return 1 - C(samples - right, k) / C(samples, k), the chance that one of k is right.
+    """Return 1 - C(samples - right, k) / C(samples, k), the probability that one of k is right.
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
     (0.25, 0.5, 1.0)
@@ -32,7 +32,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def read_replies(batch: TensorDictBase) -> list[dict[str, float]]:
-    """Return what each reply is worth, by names of metrics; {} of one that the task dropped."""
+    """Return the metrics of each reply by name; {} for a reply that the task dropped."""
     sampled = batch.get(("masks", "all_response_mask"))  # [B, T]
     values = {
         "right": batch.get("success").float(),
@@ -53,22 +53,22 @@ def read_replies(batch: TensorDictBase) -> list[dict[str, float]]:
 def tally(
     replies: Sequence[dict[str, float]], samples: int, accuracy: dict[str, float]
 ) -> dict[str, float]:
-    """Return the metrics of replies, `samples` of each row in a row, and their `accuracy`.
+    """Return the metrics of replies, `samples` consecutive ones per row, and their `accuracy`.
 
-    A part of a reward that does not fit a reply is NaN and counts nowhere.
+    A reward part that does not apply to a reply is NaN and is excluded.
     """
     rows = [replies[i : i + samples] for i in range(0, len(replies), samples)]
-    kept = [row for row in rows if all(row)]
-    dropped = len(rows) - len(kept)
-    if not kept:
+    scored = [row for row in rows if all(row)]
+    dropped = len(rows) - len(scored)
+    if not scored:
         return {"rows": 0, "dropped_rows": dropped}
-    out: dict[str, float] = {"rows": len(kept), "samples": samples, **accuracy}
-    right = [int(sum(reply["right"] for reply in row)) for row in kept]
-    if len(kept) > 1:  # over rows: a row's samples are not independent
-        out["standard_error"] = stdev(count / samples for count in right) / len(kept) ** 0.5
+    out: dict[str, float] = {"rows": len(scored), "samples": samples, **accuracy}
+    right = [int(sum(reply["right"] for reply in row)) for row in scored]
+    if len(scored) > 1:  # over rows: a row's samples are not independent
+        out["standard_error"] = stdev(count / samples for count in right) / len(scored) ** 0.5
     for k in range(1, samples + 1) if samples > 1 else ():
         out[f"eval/pass@{k}"] = fmean(pass_at_k(samples, count, k) for count in right)
-    each = [reply for row in kept for reply in row]
+    each = [reply for row in scored for reply in row]
     for name in dict.fromkeys(name for reply in each for name in reply if name != "right"):
         values = [v for reply in each if not math.isnan(v := reply.get(name, math.nan))]
         out |= {name: fmean(values)} if values else {}
@@ -79,7 +79,7 @@ def tally(
 
 
 def measure(loop: Trainer) -> dict[str, dict[str, float]]:
-    """Play the eval rows; return the metrics of each plan, "sampled" and "greedy"."""
+    """Evaluate the eval rows; return the metrics of each plan, "sampled" and "greedy"."""
     samples = {name: env.group_size for name, env, _ in loop.evaluate.plans}
     replies: dict[str, list] = {name: [] for name in samples}
 
@@ -100,18 +100,18 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     if not loop.evaluate.plans:
         raise ValueError("no reply to evaluate; set eval.num_samples=8 or eval.greedy=true")
     chosen = take_weights(loop, settings)
-    found = measure(loop)
+    metrics = measure(loop)
     if not loop.runtime.is_main:
         return 0.0
-    about = {"weights": chosen.what, "reference": reference_name(loop, settings)}
+    about = {"weights": chosen.label, "reference": reference_name(loop, settings)}
     about |= {"rows": loop.evaluate.about}
     of_run = {"iteration": chosen.iteration, "task": settings["env"]["task"]["_target_"]}
     of_run |= {"eval": settings["eval"], "seed": settings["seed"]}
     path = Path(settings["output_dir"]).expanduser() / "eval.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps({**about, **of_run, **found}, indent=1))
-    table = Table("", *found, box=None, pad_edge=False, header_style="bold")
-    for row in table_rows(found):
+    write_text(path, json.dumps({**about, **of_run, **metrics}, indent=1))
+    table = Table("", *metrics, box=None, pad_edge=False, header_style="bold")
+    for row in table_rows(metrics):
         table.add_row(*row)
     console = Console(highlight=False)
     for name, text in about.items():
@@ -121,15 +121,15 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     return 0.0
 
 
-def table_rows(found: dict[str, dict[str, float]]) -> list[list[str]]:
-    """Return name and value by plan; of pass@k the powers of two and the last."""
-    last = max((plan.get("samples", 0) for plan in found.values()), default=0)
+def table_rows(metrics: dict[str, dict[str, float]]) -> list[list[str]]:
+    """Return rows of name and value per plan; pass@k only for powers of two and the last k."""
+    last = max((plan.get("samples", 0) for plan in metrics.values()), default=0)
     rows: dict[str, list[str]] = {}
-    for column, (plan, values) in enumerate(found.items()):
+    for column, (plan, values) in enumerate(metrics.items()):
         for name, value in values.items():
             k = int(name.partition("@")[2] or 0)
             if k & (k - 1) == 0 or k == last:
-                name = name.replace(f"eval/{plan}_accuracy", "accuracy")  # in one line for both
-                row = rows.setdefault(name, [""] * len(found))
+                name = name.replace(f"eval/{plan}_accuracy", "accuracy")  # one row for both plans
+                row = rows.setdefault(name, [""] * len(metrics))
                 row[column] = str(value) if isinstance(value, int) else f"{value:z.3f}"
     return [[name, *row] for name, row in rows.items()]

@@ -1,7 +1,7 @@
-"""mode=export: a run's model as a folder for others, with a model card and its curves.
+"""mode=export: write a run's model as a folder to share, with a model card and its curves.
 
-The folder holds an ordinary model, an adapter merged into it: AutoModelForCausalLM and vLLM load
-it. `hub` pushes it to the hub. The card is for people on other machines: it names no folder.
+AutoModelForCausalLM and vLLM load the folder; an adapter is merged into the model. `hub` pushes it
+to the hub. The card is read on other machines, so it names no local folder.
 """
 
 import json
@@ -20,7 +20,7 @@ from trainer.runs.redact import redact
 from trainer.runs.run_files import Run, dig, load_run, read_yaml
 from trainer.trainer import Trainer
 
-SETTINGS = (  # what a reader looks for first
+SETTINGS = (  # in the order of the card
     *("policy.dtype", "policy.temperature", "policy.max_new_tokens", "policy.lora.r"),
     *("policy.system_prompt", "policy.chat_template_kwargs", "env.task._target_", "env.dataset"),
     *("algorithm.objective._target_", "algorithm.group_size", "kl.coeff", "kl.estimator"),
@@ -56,7 +56,7 @@ The license and the limits of `{{ base }}` hold for this model too.
 
 
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
-    """Write the model folder; it is there whole or not at all."""
+    """Write the model folder, completely or not at all."""
     chosen = take_weights(loop, settings)
     target = Path(settings["output_dir"]).expanduser()
     part = target.with_name(f".part-{target.name}")
@@ -68,18 +68,18 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
         if trained.metrics:
             write_text(part / "curves.svg", run_svg(trained.folder))
         write_text(part / "README.md", card(trained, chosen, name=target.name))
-        part.rename(target)  # an empty folder gives way: the parent has looked
-    except BaseException:  # a full disk keeps no half of a model
+        part.rename(target)  # replaces an empty folder; the parent has checked it
+    except BaseException:  # no partial model stays, e.g. on a full disk
         shutil.rmtree(part, ignore_errors=True)
         raise
-    print(f"exported   {chosen.what}\nmodel      {target}", flush=True)
+    print(f"exported   {chosen.label}\nmodel      {target}", flush=True)
     if settings["hub"]:
         print(f"hub        {push(target, settings['hub'])}", flush=True)
     return 0.0
 
 
 def card(run: Run, chosen: Weights, *, name: str) -> str:
-    """Return the model card of the weights of a run, Markdown."""
+    """Render the model card of a run's weights as Markdown."""
     config, last = redact(run.config), chosen.iteration
     base = hub_name(str(dig(config, "policy", "model")))
     settings = {key: dig(config, *key.split(".")) for key in SETTINGS}
@@ -106,7 +106,7 @@ def card(run: Run, chosen: Weights, *, name: str) -> str:
 
 
 def hub_name(model: str) -> str:
-    """Return the model that training began from, through the runs and warm-ups between."""
+    """Find the model that training started from, through intermediate runs and warm-ups."""
     folder = Path(model).expanduser()
     home = folder.parent if folder.name == "model" else folder
     config = dig(read_yaml(home / "MANIFEST.json"), "about", "config") or load_run(home).config
@@ -115,7 +115,7 @@ def hub_name(model: str) -> str:
 
 
 def _without_folder(value: Any) -> Any:
-    """Return a setting without the folder of a file that it names; of a run's model its run."""
+    """Return a path setting as its file name, <run>/model for a run's model; others unchanged."""
     if not isinstance(value, str) or not value.startswith(("/", "./", "../", "~")):
         return value
     path = Path(value)

@@ -1,4 +1,4 @@
-"""Which of a run's weights a mode works on, and how they get into its policy."""
+"""Choose the weights of a run for a mode and load them into its policy."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from policies.models import has_adapter
 from trainer.checkpoint import list_checkpoints, read_state
-from trainer.runs.find import no_weights
+from trainer.runs.discover import missing_weights
 from trainer.runs.run_files import dig, number, read_status
 from trainer.trainer import Trainer
 from trainer.weight_sync import push_weights
@@ -14,7 +14,7 @@ from trainer.weight_sync import push_weights
 
 @dataclass(frozen=True)
 class Weights:
-    """A folder with model/ in it (or, of a checkpoint with LoRA, adapter/) and what it is."""
+    """A folder with model/ (adapter/ in a LoRA checkpoint) and a description of its weights."""
 
     folder: Path
     kind: str  # "the final model"
@@ -23,20 +23,20 @@ class Weights:
 
     @property
     def short(self) -> str:
-        """Describe them without their folder: "the final model, iteration 80"."""
+        """Describe the weights without their folder: "the final model, iteration 80"."""
         return self.kind + ("" if self.iteration is None else f", iteration {self.iteration}")
 
     @property
-    def what(self) -> str:
-        """Describe them: "the final model, iteration 80, of <run>"."""
+    def label(self) -> str:
+        """Describe the weights: "the final model, iteration 80, of <run>"."""
         return f"{self.short}, of {self.run}" if self.run else self.kind
 
 
 def choose_weights(folder: Path, *, keep_best: bool = False) -> Weights:
-    """Return the weights that a run is judged by; ValueError if it has none.
+    """Return the weights of a run to evaluate; ValueError if it has none.
 
-    With `keep_best` the checkpoint with the best objective (the first of equals), if one has any;
-    else the final model of a finished run, else the newest checkpoint that verifies.
+    `keep_best`: the first checkpoint with the best objective, if any has an objective. Otherwise
+    the final model of a finished run, else the newest checkpoint that verifies.
     """
     status, place = read_status(folder), str(folder)
     states = {path: read_state(path) for path in list_checkpoints(folder / "checkpoints")}
@@ -50,23 +50,23 @@ def choose_weights(folder: Path, *, keep_best: bool = False) -> Weights:
     if states:
         newest = [*states][-1]
         return Weights(newest, "the newest checkpoint", place, states[newest]["iteration"])
-    raise ValueError(no_weights(folder))
+    raise ValueError(missing_weights(folder))
 
 
 def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
-    """Load the weights of the run that is resumed, if any, into the policy; return what they are.
+    """Load the weights of the resumed run, if any, into the policy; return their description.
 
-    The reference must be the model that training started from, or one that is named.
+    The reference must be the model that training started from, or kl.reference must name one.
     """
-    found = loop.policy.files
+    files = loop.policy.files
     if settings["resume"] is None:
         push_weights(loop.policy, loop.generator)
-        return Weights(found.folder, f"the model {settings['policy']['model']}", run="")
+        return Weights(files.folder, f"the model {settings['policy']['model']}", run="")
     folder = Path(settings["resume"])
     started = dig(read_status(folder), "model", "sha256")
     compares = settings["kl"]["measure"] and settings["kl"]["reference"] is None
-    if compares and started not in (None, found.sha256):
-        got = f"{found.sha256[:12]} in {found.folder}; put the old one back, or give kl.reference="
+    if compares and started not in (None, files.sha256):
+        got = f"{files.sha256[:12]} in {files.folder}; put the old one back, or give kl.reference="
         raise ValueError(f"expected the model {started[:12]} that the run started from, got {got}")
     chosen = choose_weights(folder, keep_best=bool(dig(settings, "checkpoint", "keep_best")))
     loop.checkpoints.restore_weights(chosen.folder)
@@ -75,7 +75,7 @@ def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
 
 
 def reference_name(loop: Trainer, settings: dict[str, Any]) -> str:
-    """Describe what the policy is compared with."""
+    """Describe the reference model."""
     if named := dig(settings, "kl", "reference"):
         return named
     start = ", which training started from" if settings["resume"] else ""

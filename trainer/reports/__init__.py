@@ -1,1 +1,1 @@
-"""What people look at: terminal, trackers, report.html, sweep.html, diagnosis. Torch-free."""
+"""Output for people: terminal, trackers, report.html, sweep.html, diagnosis. Torch-free."""

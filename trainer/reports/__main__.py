@@ -1,10 +1,10 @@
-"""Write the pages of runs and sweeps again, from the files in their folders.
+"""Rewrite the pages of runs and sweeps from the files in their folders.
 
 python -m trainer.reports <run or sweep folder>                 # its page
 python -m trainer.reports <run or sweep folder> --svg run.svg   # only the picture
-python -m trainer.reports <run or sweep folder> --limit         # sample its reference first
+python -m trainer.reports <run or sweep folder> --frontier         # sample its reference first
 python -m trainer.reports outputs                               # the pages of all runs below
-python -m trainer.reports <run> <run or sweep> ...              # compare.html here, of all of them
+python -m trainer.reports <run> <run or sweep> ...              # compare.html in this folder
 """
 
 import argparse
@@ -16,17 +16,17 @@ from policies.cache import write_text
 from trainer.reports.frontier import sample_limit
 from trainer.reports.report import run_svg, write_report
 from trainer.reports.sweep_page import sweep_svg, write_comparison, write_sweep
-from trainer.runs.find import find_jobs, find_runs
+from trainer.runs.discover import find_jobs, find_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the report of a run, a sweep or all that lie below a folder; return the exit code."""
+    """Write the pages of a run, a sweep or all of them below a folder; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainer.reports", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folders", type=Path, nargs="+", metavar="folder")
     parser.add_argument("--svg", type=Path, help="write only the main picture to this file")
     about = "replies of the reference to each held-out prompt, 64 without a number (docs/kl.md)"
-    parser.add_argument("--limit", type=int, nargs="?", const=64, metavar="N", help=about)
+    parser.add_argument("--frontier", type=int, nargs="?", const=64, metavar="N", help=about)
     try:
         _run(parser.parse_args(arguments))
     except (ValueError, OSError) as error:
@@ -38,24 +38,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> None:
     runs, sweeps = [], []
     for folder in args.folders:
-        found = find_runs(folder)
-        if not any(found):
+        matches = find_runs(folder)
+        if not any(matches):
             raise ValueError(
                 f"expected a run or sweep folder, got {folder} without metrics.jsonl or "
                 "status.json in it: see outputs/ and multirun/"
             )
-        runs += found[0]
-        sweeps += found[1]
+        runs += matches[0]
+        sweeps += matches[1]
     one = (runs or sweeps)[0]
-    if len(runs) + len(sweeps) > 1 and (args.svg or args.limit):
+    if len(runs) + len(sweeps) > 1 and (args.svg or args.frontier):
         several = " ".join(map(str, args.folders))
-        raise ValueError(f"--svg and --limit are of one run or sweep, got {several} with several")
+        raise ValueError(f"--svg and --frontier take one run or sweep, got several: {several}")
     jobs = [job for sweep in sweeps for job in find_jobs(sweep)]
     if len(args.folders) > 1:
         print(write_comparison(list(dict.fromkeys([*runs, *jobs]))))
         return
-    if args.limit:
-        sample_limit(one, args.limit)
+    if args.frontier:
+        sample_limit(one, args.frontier)
         runs += jobs
     if args.svg:
         write_text(args.svg, sweep_svg(one) if sweeps else run_svg(one))

@@ -1,7 +1,7 @@
 """Charts as SVG text: axes, ticks, legends, curves and areas, alone or in a page.
 
 Colours (chart.css) follow the reader's light or dark scheme; curves beyond the palette are dashed.
-Curves over iterations bring their values along: script.js zooms them and shows their values.
+A chart carries the values of its curves: script.js zooms them and shows the values.
 """
 
 import json
@@ -16,7 +16,7 @@ from trainer.reports.formats import short
 
 CSS = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
 HUES = 8  # of chart.css
-MOST_POINTS = 400  # of a curve, however long the run
+MOST_POINTS = 400  # of a curve, for runs of any length
 _DASHES = ("", "5 3", "1.5 3", "8 3 1.5 3")
 _WIDE = set("mwMWGOQ@%")
 Points = Sequence[tuple[float, float]]
@@ -25,7 +25,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. `hue`: index into the palette; `dots`: mark every point (sparse values)."""
+    """One curve. `hue`: index into the palette; `dots`: mark every point (for sparse values)."""
 
     name: str
     points: Points
@@ -35,7 +35,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """Data from `lo` to `hi` onto pixels from `start` to `stop`; `warp` bends the scale."""
+    """A map from data in [lo, hi] to pixels in [start, stop]; `warp` transforms the data."""
 
     lo: float
     hi: float
@@ -50,10 +50,10 @@ class Axis:
 
 
 class Chart:
-    """A drawing of one size: title and unit at once, then a legend, the axes, what they hold.
+    """A drawing of fixed size: title and unit, then a legend, the axes and their content.
 
-    `parts` are the SVG elements so far, `head` those above the plot; `x` and `y` map data to pixels
-    once there are `axes`. `curves`: name, style, kind and points of what script.js draws.
+    `parts`: the SVG elements so far; `head`: those above the plot. `axes` sets `x` and `y`, which
+    map data to pixels. `curves`: name, style, kind and points of the curves for script.js.
     """
 
     x: Axis
@@ -64,15 +64,15 @@ class Chart:
         self.title, self.width, self.height = title, width, height
         self.parts: list[str] = []
         self.curves: list[tuple[str, str, str, Points]] = []
-        self.top = 34.0  # where the text above the plot ends
+        self.top = 34.0  # bottom of the text above the plot
         self.text(2, 14, title, style="title")
         self.text(2, 30, unit)
 
     def text(self, x: float, y: float, text: str, anchor: str = "start", style: str = "") -> None:
         """Draw one piece of text."""
         look = f' class="{style}"' if style else ""
-        drawn = f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{look}>{escape(text)}</text>'
-        self.parts += [drawn] * bool(text)
+        element = f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{look}>{escape(text)}</text>'
+        self.parts += [element] * bool(text)
 
     def legend(self, entries: Iterable[tuple[int, str]]) -> None:
         """Draw (hue, text) pairs on as many lines as they need."""
@@ -98,7 +98,7 @@ class Chart:
     ) -> None:
         """Draw grid and ticks for data in the ranges `x` and `y`.
 
-        Without `x_ticks` those of x are whole numbers. `inset`: pixels left free at the sides.
+        The default ticks of x are integers. `inset`: pixels left free at the sides.
         """
         self.x_label, self.head = x_label, "".join(self.parts)
         self.parts.clear()
@@ -110,8 +110,8 @@ class Chart:
         for tick in y_ticks:
             self.parts.append(f'<path class="grid" d="M{left:g} {self.y(tick)}H{right:g}"/>')
             self.text(left - 6, self.y(tick) + 4, short(tick), anchor="end")
-        found = x_ticks(self.x) if x_ticks else ticks(*x, count=self.width // 80, whole=True)
-        for tick in (t for t in found if lo <= t <= hi):
+        marks = x_ticks(self.x) if x_ticks else ticks(*x, count=self.width // 80, integers=True)
+        for tick in (t for t in marks if lo <= t <= hi):
             self.parts.append(f'<path class="grid" d="M{self.x(tick)} {self.height - 36}v4"/>')
             self.text(self.x(tick), self.height - 21, short(tick), anchor="middle")
         self.text((left + right) / 2, self.height - 5, x_label, anchor="middle")
@@ -128,20 +128,20 @@ class Chart:
         self.parts.append(f'<circle {where} style="{style}">{title}</circle>')
 
     def curve(self, points: Points, style: str, kind: str = "line", *, name: str = "") -> None:
-        """Draw a line, if it has a kind, and keep it for script.js, which shows named ones."""
+        """Draw a line, if it has a kind, and record it for script.js, which shows named curves."""
         if kind:
             self.path(points, style, kind)
-        kept = [(x, float(f"{y:.4g}")) for x, y in points]
-        self.curves.append((name, style, kind, kept))
+        rounded = [(x, float(f"{y:.4g}")) for x, y in points]
+        self.curves.append((name, style, kind, rounded))
 
     def svg(self) -> str:
         """Return the drawing as an <svg> that scales to its box."""
         wide, high = self.width, self.height
         size = f'viewBox="0 0 {wide} {high}" width="{wide}" height="{high}"'
         name = f'role="img" aria-label="{escape(self.title)}" xmlns="http://www.w3.org/2000/svg"'
-        told = {"label": self.x_label, "curves": self.curves}
-        told |= {k: [a.lo, a.hi, a.start, a.stop] for k, a in (("x", self.x), ("y", self.y))}
-        text = escape(json.dumps(told, separators=(",", ":")), quote=False).replace("'", "&#39;")
+        payload = {"label": self.x_label, "curves": self.curves}
+        payload |= {k: [a.lo, a.hi, a.start, a.stop] for k, a in (("x", self.x), ("y", self.y))}
+        text = escape(json.dumps(payload, separators=(",", ":")), quote=False).replace("'", "&#39;")
         data = f" data-plot='{text}'" if self.curves else ""
         plot = f'<g class="plot">{"".join(self.parts)}</g>'
         return f'<svg class="chart" {size} {name}{data}>{self.head}{plot}</svg>'
@@ -159,9 +159,9 @@ def line_chart(
     least: float = 0.0,
     bounds: Mapping[str, float] | None = None,
 ) -> str:
-    """Draw curves, each of some points; a value far above the rest is cut, with a triangle.
+    """Draw curves; a triangle marks a value that is clipped because it is far above the rest.
 
-    `named`: with a legend; `least`: a value that the axis reaches; `bounds`: lines across, by name.
+    `named`: with a legend; `least`: a value that the axis includes; `bounds`: horizontal lines.
     """
     curves = [(s, _thin(s.points)) for s in series]
     bounds = bounds or {}
@@ -184,7 +184,7 @@ def line_chart(
 
 
 def _draw_curve(chart: Chart, series: Series, points: Points) -> None:
-    """Draw a curve; a long one thin, and thick the mean of a tenth of it around each value."""
+    """Draw a curve; if it is long, thin, with a thick moving average over a tenth of its points."""
     style, most = line_style(series.hue), chart.y.hi
     if half := len(points) // 20 * (len(points) >= 40):
         chart.curve(points, style, "raw", name=series.name)
@@ -205,21 +205,21 @@ def _draw_curve(chart: Chart, series: Series, points: Points) -> None:
 
 
 def stack_chart(series: Sequence[Series], *, title: str, unit: str) -> str:
-    """Draw values on top of each other, the first at the bottom; the legend has their shares.
+    """Draw stacked areas, the first at the bottom, with their shares in the legend.
 
-    A series that lacks an iteration counts as 0 there.
+    A missing iteration of a series counts as 0.
     """
     parts = [(s, dict(_thin(s.points))) for s in series]
     xs = sorted({x for _, values in parts for x in values})
     roofs = [[0.0] * len(xs)]
     for _, values in parts:
         roofs.append([y + values.get(x, 0.0) for x, y in zip(xs, roofs[-1], strict=True)])
-    whole = sum(roofs[-1]) or 1.0
+    total = sum(roofs[-1]) or 1.0
     chart = Chart(title, unit)
-    chart.legend((s.hue, f"{s.name} {sum(values.values()) / whole:.0%}") for s, values in parts)
+    chart.legend((s.hue, f"{s.name} {sum(values.values()) / total:.0%}") for s, values in parts)
     chart.axes((xs[0], xs[-1]), (0.0, data_range(roofs[-1])[1]))
-    lo, hi = chart.x.lo, chart.x.hi  # those of the data, but around a single iteration
-    for (s, _), roof in reversed([*zip(parts, roofs[1:], strict=True)]):  # the lower in front
+    lo, hi = chart.x.lo, chart.x.hi  # the range of the data, widened for a single iteration
+    for (s, _), roof in reversed([*zip(parts, roofs[1:], strict=True)]):  # lower areas in front
         outline = [(lo, 0.0), (lo, roof[0]), *zip(xs, roof, strict=True), (hi, roof[-1]), (hi, 0.0)]
         chart.curve(outline, f"fill:{colour(s.hue)}", "area")
     for s, values in parts:
@@ -229,7 +229,7 @@ def stack_chart(series: Sequence[Series], *, title: str, unit: str) -> str:
 
 
 def standalone(charts: Sequence[str], *, width: int, height: int) -> str:
-    """Put charts of one size side by side into an SVG document with its own colours and paper."""
+    """Put charts of one size side by side into an SVG document with style sheet and background."""
     step = width + 24
     full = len(charts) * step - 24
     size = f'width="{full + 32}" height="{height + 24}"'
@@ -242,8 +242,8 @@ def standalone(charts: Sequence[str], *, width: int, height: int) -> str:
     )
 
 
-def ticks(lo: float, hi: float, *, count: int = 4, whole: bool = False) -> list[float]:
-    """Choose about `count` round numbers that enclose [lo, hi]; `whole` keeps to integers.
+def ticks(lo: float, hi: float, *, count: int = 4, integers: bool = False) -> list[float]:
+    """Choose about `count` round numbers, or `integers`, that enclose [lo, hi].
 
     >>> ticks(0.1, 0.72)
     [0.0, 0.2, 0.4, 0.6, 0.8]
@@ -251,21 +251,21 @@ def ticks(lo: float, hi: float, *, count: int = 4, whole: bool = False) -> list[
     [1.0, 1.01]
     """
     size = max(abs(lo), abs(hi))
-    if hi - lo <= (1e-9 if whole else 1e-3) * size:  # equal to the digits that a tick shows
+    if hi - lo <= (1e-9 if integers else 1e-3) * size:  # equal in the digits of a tick
         lo, hi = (lo - abs(lo) / 2, hi + abs(hi) / 2) if lo else (0.0, 1.0)
     rough = (hi - lo) / max(count, 2)
     power = 10.0 ** math.floor(math.log10(rough))
     step = power * next(m for m in (1, 2, 5, 10) if rough <= m * power * 1.0001)
-    # no finer than the three digits that a tick shows
-    step = max(step, 1.0 if whole else 10.0 ** (math.floor(math.log10(size or 1.0)) - 2))
+    # no finer than the three digits of a tick
+    step = max(step, 1.0 if integers else 10.0 ** (math.floor(math.log10(size or 1.0)) - 2))
     first, last = math.floor(lo / step + 1e-9), math.ceil(hi / step - 1e-9)
     return [float(f"{k * step:.10g}") for k in range(first, last + 1)]
 
 
 def data_range(*curves: Sequence[float], least: float = 0.0) -> tuple[float, float]:
-    """Choose what the y axis shows: 0 when near, but no few values far above a curve's rest.
+    """Choose the range of the y axis: with 0 if it is near, without outliers of a curve.
 
-    A curve that lies far above the others is shown.
+    A full curve far above the others is included.
 
     >>> data_range([-0.03, 1.0, 4.0]), data_range([-0.5, 4.0])  # the noise of a KL at its start
     ((0.0, 4.0), (-0.5, 4.0))
@@ -275,12 +275,12 @@ def data_range(*curves: Sequence[float], least: float = 0.0) -> tuple[float, flo
         high = sorted(values)[int(0.9 * (len(values) - 1))]
         spiky = len(values) >= 10 and 0 < high < max(values) / 5
         hi = max(hi, 1.5 * high if spiky else max(values))
-    # A hair below 0 is 0: it must not open a whole step of the axis.
+    # A value just below 0 counts as 0, else it would add a step to the axis.
     return (0.0 if -1e-2 * hi <= lo <= 0.6 * hi else lo), hi
 
 
 def _thin(points: Points) -> Points:
-    """Average neighbours so that a curve of a long run stays small."""
+    """Average neighbours to at most MOST_POINTS points."""
     size = math.ceil(len(points) / MOST_POINTS)
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     return [(g[-1][0], sum(y for _, y in g) / len(g)) for g in groups]
@@ -297,6 +297,6 @@ def colour(hue: int) -> str:
 
 
 def line_style(hue: int) -> str:
-    """Return the CSS of a curve; those beyond the palette repeat its colours, dashed."""
+    """Return the CSS of a curve; curves beyond the palette reuse its colours, dashed."""
     dash = _DASHES[hue // HUES % len(_DASHES)]
     return f"stroke:{colour(hue)}" + (f";stroke-dasharray:{dash}" if dash else "")

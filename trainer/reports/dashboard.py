@@ -1,9 +1,9 @@
-"""Make a W&B workspace with the curves that matter.
+"""Create a W&B workspace with the main curves.
 
     python -m trainer.reports.dashboard --entity my-team --project leash
     python -m trainer.reports.dashboard --dry-run     the sections as JSON, no network or login
 
-wandb-workspaces (`pip install -e '.[dashboard]'`) is imported here only. Names: docs/metrics.md.
+wandb-workspaces (`pip install -e '.[dashboard]'`) is imported only here. Names: docs/metrics.md.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from trainer.reports.trackers.mirror import first_line
 from trainer.runs.redact import redact_text
 from trainer.runs.run_files import ITERATION
 
-# what report.html draws, and the parts of the reward, which it finds in the run
+# the charts of report.html, and the parts of the reward
 SECTIONS: dict[str, Sequence[Panel]] = {
     "Curves": (*MAIN, Panel("Reward parts", "mean per reply", {"reward_part/*": "part"})),
     "More curves": MORE,
@@ -29,9 +29,9 @@ LOGIN = "no W&B login: run `wandb login` or set WANDB_API_KEY, then again; --dry
 
 
 def workspace(entity: str, project: str) -> Any:
-    """Return the workspace, not saved yet; every panel is drawn over progress/iteration."""
+    """Return the unsaved workspace; the x axis of every panel is progress/iteration."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of its own use of pydantic
+        warnings.simplefilter("ignore", DeprecationWarning)  # its own use of pydantic
         import wandb_workspaces.reports.v2 as wr
         import wandb_workspaces.workspaces as ws
 
@@ -39,8 +39,8 @@ def workspace(entity: str, project: str) -> Any:
         names = [*panel.metrics]
         # eval/pass@k is logged as eval/pass@8
         patterns = [re.sub(r"\*$|(?<=@)k$", ".*", name) for name in names]
-        what = {"y": names} if patterns == names else {"metric_regex": f"^({'|'.join(patterns)})$"}
-        return wr.LinePlot(title=panel.title, title_y=panel.unit, x=ITERATION, **what)
+        data = {"y": names} if patterns == names else {"metric_regex": f"^({'|'.join(patterns)})$"}
+        return wr.LinePlot(title=panel.title, title_y=panel.unit, x=ITERATION, **data)
 
     sections = [
         ws.Section(name=name, is_open=panels is not MORE, panels=[*map(plot, panels)])
@@ -69,10 +69,10 @@ def main(words: Sequence[str]) -> int:
         wandb.setup(settings=wandb.Settings(silent=True, quiet=True))
         if not wandb.login(prompt=False, verify=False):
             raise ValueError(LOGIN)
-        made = workspace(args.entity or wandb.Api().default_entity, args.project)
-        made.save()
-        print(f"dashboard  {made.url}")
-    except Exception as error:  # of the network or of W&B: one line is enough
+        board = workspace(args.entity or wandb.Api().default_entity, args.project)
+        board.save()
+        print(f"dashboard  {board.url}")
+    except Exception as error:  # of the network or of W&B: one line suffices
         missing = f"{EXTRAS['wandb_workspaces']} ({error})" * isinstance(error, ImportError)
         print(f"error: {missing or redact_text(first_line(error))}", file=sys.stderr)
         return 2

@@ -1,8 +1,8 @@
-"""What is wrong with a run, in words, from its metrics alone.
+"""Diagnose the problems of a run from its metrics alone.
 
-A rule is a pure function of the past: it returns the values for its text, or None; diagnosis.yaml
-has the texts, and rules that are a threshold. Each is said once until quiet for `QUIET` iterations.
-A resumed run reads its metrics.jsonl again. Thresholds stand where healthy runs never come.
+A rule is a pure function of the past metrics: it returns the values for its text, or None.
+diagnosis.yaml has the texts and the threshold rules. A finding is repeated only after `QUIET`
+iterations without it. A resumed run rereads its metrics.jsonl. Healthy runs reach no threshold.
 """
 
 import math
@@ -17,18 +17,18 @@ import yaml
 from trainer.observer import Observer
 from trainer.runs.run_files import ITERATION, number, read_lines
 
-QUIET = 10  # iterations without a finding until it counts as gone: no flapping at a threshold
-KEPT = 200  # iterations that the rules look back on
-BASE = 10  # first iterations, which a run is compared with
+QUIET = 10  # iterations without a finding until it ends, so that it does not flap
+WINDOW = 200  # iterations that the rules read
+BASE = 10  # first iterations, the baseline of a run
 ACCURACIES = ("eval/sampled_accuracy", "eval/greedy_accuracy")
-SAID = {"warn": ("warning", "yellow"), "error": ("error", "red")}
+STYLES = {"warn": ("warning", "yellow"), "error": ("error", "red")}
 WORDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 Values = dict[str, Any] | None
 
 
 @dataclass
 class Finding:
-    """What a rule said. `level`: info, warn or error; `until`: iteration at which it was gone."""
+    """The result of a rule. `level`: info, warn or error; `until`: iteration at which it ended."""
 
     rule: str
     level: str
@@ -39,7 +39,7 @@ class Finding:
 
 
 class Past:
-    """All iterations and all evaluations so far; None: not finite."""
+    """The metrics of all iterations and evaluations so far; None: not finite."""
 
     def __init__(self) -> None:
         self.evaluated: list[dict[str, Any]] = []
@@ -51,36 +51,36 @@ class Past:
         self.lines += [line] if line[ITERATION] else []
 
     def last(self, name: str, size: int) -> list[float]:
-        """List the latest `size` values of a metric; [] when an iteration among them lacks it."""
+        """List the latest `size` values of a metric; [] if one of these iterations lacks it."""
         values = [v for line in self.lines[-size:] if (v := line.get(name)) is not None]
         return values if len(values) == size else []
 
     def beyond(self, metric: str, *, times: int, above=-math.inf, below=math.inf) -> Values:
-        """Return the latest value of a metric that was so high, or so low, so many times."""
+        """Return the latest value of a metric whose last `times` values lie beyond a threshold."""
         values = self.last(metric, times)
-        found = values and above < min(values) and max(values) < below
-        return {"value": values[-1]} if found else None
+        exceeded = values and above < min(values) and max(values) < below
+        return {"value": values[-1]} if exceeded else None
 
     def signal(self) -> tuple[str, float, list[float], list[float]]:
-        """Return the reward, else the loss: name, sign that makes it rise, first and latest."""
-        rewarded = any("reward/raw_mean" in line for line in self.lines[-KEPT:])
+        """Return the reward, else the loss: name, sign to maximise, first and latest."""
+        rewarded = any("reward/raw_mean" in line for line in self.lines[-WINDOW:])
         name, sign = ("reward/raw_mean", 1.0) if rewarded else ("loss/total", -1.0)
         first, last = (
             [sign * value for line in lines if (value := line.get(name)) is not None]
-            for lines in (self.lines[:BASE], self.lines[-KEPT:])
+            for lines in (self.lines[:BASE], self.lines[-WINDOW:])
         )
         return name, sign, first, last
 
 
 def not_finite(past: Past) -> Values:
-    """A loss, gradient, reward or KL that is no number is never healthy."""
+    """Report losses, gradients, rewards and KLs that are not finite."""
     groups = ("loss/", "optim/", "reward/", "kl/", "policy/")
     names = [n for n, v in past.lines[-1].items() if v is None and n.startswith(groups)]
     return {"names": ", ".join(names)} if names else None
 
 
 def falling(past: Past) -> Values:
-    """Half of what was gained is lost again, or more than that, by three standard errors."""
+    """Report a run that lost at least half of its gain, by three standard errors."""
     name, sign, first, values = past.signal()
     if len(past.lines) < 3 * BASE or len(values) < 2 * BASE or not first:
         return None
@@ -94,10 +94,10 @@ def falling(past: Past) -> Values:
 
 
 def reward_hacked(past: Past) -> Values:
-    """Held-out replies earn more than those of the best evaluation and fewer of them are right.
+    """Report a held-out reward above that of the best evaluation at a lower accuracy.
 
-    By a third and 5 points in one accuracy, in all of them by something; three standard errors of
-    the reward in training. Replies that are right less often do not earn more by chance.
+    One accuracy falls by a third and by 5 points, all of them fall, and the training reward rises
+    by three standard errors: such a rise is not chance.
     """
     (name, _, first, values), seen = past.signal(), past.evaluated
     kinds = [k for k in ACCURACIES if all(line.get(k) is not None for line in seen)]
@@ -115,7 +115,7 @@ def reward_hacked(past: Past) -> Values:
 
 
 def stalled(past: Past) -> Values:
-    """The last 20 of at least 40 iterations are not above the first 10 by one standard error."""
+    """Report that the last 20 of at least 40 iterations are within one error of the first 10."""
     name, sign, first, values = past.signal()
     last = values[-20:]
     if len(past.lines) < 40 or len(first) < BASE or len(last) < 20:
@@ -127,7 +127,7 @@ def stalled(past: Past) -> Values:
 
 
 def loss_near_zero(past: Past) -> Values:
-    """Group advantages have mean 0 and the ratio is 1 at the first step: so has the loss."""
+    """Explain a loss near 0: group advantages have mean 0 and the ratio is 1 at first."""
     loss = past.last("loss/policy", 1)
     return {} if loss and abs(loss[0]) <= 0.1 and past.last("reward/raw_mean", 1) else None
 
@@ -141,7 +141,7 @@ RULES = {name: globals()[name] for name, words in WORDS.items() if "when" not in
 
 
 class Diagnosis:
-    """Follow the metrics of a run; `findings` is all that was said so far.
+    """Apply the rules to the metrics of a run; `findings`: all findings so far.
 
     >>> sick = Diagnosis()
     >>> line = {"response/truncated_fraction": 0.95}
@@ -152,46 +152,46 @@ class Diagnosis:
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         self.findings: list[Finding] = []
         self._past = Past()
-        self._seen: dict[str, int] = {}  # rule: latest iteration at which it had something to say
+        self._seen: dict[str, int] = {}  # by rule: the latest iteration with a finding
         for line in lines:
             self.see(line)
 
     def see(self, metrics: Mapping[str, Any]) -> list[Finding]:
-        """Return what is new at this iteration; the evaluation before training says nothing."""
+        """Return the new findings of an iteration; none for the evaluation before training."""
         iteration, new = int(metrics[ITERATION]), []
         self._past.add(metrics)
-        said = {found.rule: found for found in self.findings if found.until is None}
+        active = {finding.rule: finding for finding in self.findings if finding.until is None}
         for name, words in WORDS.items() if iteration else ():
             values = RULES[name](self._past) if name in RULES else None
             for when in words.get("when", []):
                 values = values or self._past.beyond(**when)
             if values is not None:
                 self._seen[name] = iteration
-                if name not in said:
+                if name not in active:
                     text = words["text"].format(**values)
                     new.append(Finding(name, words["level"], words["title"], text, iteration))
-            elif iteration - self._seen.get(name, iteration) >= QUIET and name in said:
-                said[name].until = iteration
+            elif iteration - self._seen.get(name, iteration) >= QUIET and name in active:
+                active[name].until = iteration
         self.findings += new
         return new
 
 
 class Diagnose(Observer):
-    """Say what is new to `everyone` who watches, and in the status of the run."""
+    """Report new findings to the observers `everyone` and in the status of the run."""
 
     def __init__(self, runtime: Any, everyone: Observer) -> None:
         self._runtime, self._everyone = runtime, everyone
         self._diagnosis: Diagnosis | None = None
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        if self._diagnosis is None:  # a resumed run has lines already; their findings were said
+        if self._diagnosis is None:  # a resumed run has reported the findings of its old lines
             lines = read_lines(self._runtime.folder / "metrics.jsonl")
             self._diagnosis = Diagnosis(line for line in lines if line[ITERATION] < iteration)
-        for found in self._diagnosis.see(metrics):
-            if found.level != "info":  # what only explains stands in the report
-                word, style = SAID[found.level]
-                self._everyone.say(f"{word} at iteration {iteration}: {found.text}", style=style)
-                self._everyone.alert(found.title, found.text, error=found.level == "error")
+        for finding in self._diagnosis.see(metrics):
+            if finding.level != "info":  # an explanation is only in the report
+                word, style = STYLES[finding.level]
+                self._everyone.say(f"{word} at iteration {iteration}: {finding.text}", style=style)
+                self._everyone.alert(finding.title, finding.text, error=finding.level == "error")
         notes = [asdict(finding) for finding in self._diagnosis.findings]
         if notes and notes != self._runtime.status.get("notes"):
             self._runtime.write_status(notes=notes)

@@ -1,6 +1,6 @@
-"""What a person at the terminal sees: a progress bar on a terminal, plain lines in a log file.
+"""Terminal output: a progress bar on a terminal, plain lines in a log file.
 
-Reward and KL are the signals of an RL run (its loss hovers around 0), the loss is the one of SFT.
+The signals of an RL run are reward and KL (its loss stays near 0), that of SFT is the loss.
 """
 
 import os
@@ -38,23 +38,23 @@ STOPPING = "stopping at the next safe point; Ctrl-C again stops at once"
 
 
 class Output(Console):
-    """A console that outlives its reader and copies its texts to run.log."""
+    """A console that copies its texts to run.log and continues after its reader has ended."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print, and log the texts."""
         super().print(*objects, **options)
         for text in objects:
-            if isinstance(text, str):  # a bar is none
+            if isinstance(text, str):  # a bar is no text
                 TERMINAL.info(text)
 
     def on_broken_pipe(self) -> None:
-        """Fall silent: the run goes on."""
+        """Discard further output; the run continues."""
         self.quiet = True
         silence()
 
 
 class GiveWay:
-    """A sys.breakpointhook that calls `stop` first; the debugger finds no frame of it."""
+    """A sys.breakpointhook that calls `stop` first and adds no frame to the debugger."""
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self.stop, self.usual = stop, sys.breakpointhook
@@ -66,7 +66,7 @@ class GiveWay:
 
 
 class Bar(Progress):
-    """A progress bar with lines below it, which are made anew at every refresh."""
+    """A progress bar with lines below it, which are computed at every refresh."""
 
     def __init__(self, console: Console, lines: Callable[[], Iterable[str]]) -> None:
         self._lines = lines
@@ -80,17 +80,17 @@ class Bar(Progress):
 
 
 class _Evaluation(NamedTuple):
-    what: str
-    share: float  # of it that is done
+    label: str
+    share: float  # of the evaluation that is done
     since: float  # of time.monotonic()
 
 
 class Display(Observer):
     """Show the progress of a run of `total` iterations.
 
-    `header`: what stands below the title, a Path from here. `folder`: the run folder that the last
-    lines name, if it stays. `show_every`: iterations between sample replies; 0 = none. `brief`: a
-    job of a sweep, which says how it began and what came out. `live`: draw a bar on a terminal.
+    `header`: lines below the title; a Path is shown relative. `folder`: the run folder for the last
+    lines, if it stays. `show_every`: iterations between sample replies; 0 = none. `brief`: a job of
+    a sweep, which prints only its start and result. `live`: draw a bar on a terminal.
 
     >>> display = Display(2, title="demo", file=sys.stdout)
     >>> display.begin()
@@ -143,11 +143,11 @@ class Display(Observer):
             sys.breakpointhook = GiveWay(self._stop_bar)
 
     def evaluating(self, label: str, share: float, *, last: bool) -> None:
-        before = going if (going := self._evaluating) and going.what == label else None
+        before = going if (going := self._evaluating) and going.label == label else None
         now = time.monotonic()
         self._evaluating = _Evaluation(label, share, before.since if before else now)
         plain = self._bar is None and not self.brief
-        if plain and (before is None or now > self._printed + 60):  # a log is not silent
+        if plain and (before is None or now > self._printed + 60):  # a log stays active
             self._printed = now
             self.console.print(self._progress_of_evaluation() if before else label)
 
@@ -163,7 +163,7 @@ class Display(Observer):
             self._latest = dict(metrics) if iteration else {}
             self._bar.update(self._bar.task_ids[0], completed=iteration, left=self._left())
             self._bar.refresh()
-        # In a log a hundred lines are enough; evaluations stay in sight everywhere.
+        # A log gets about a hundred lines and all evaluations.
         plain = self._bar is None and not self.brief
         in_log = plain and iteration % max(self.total // 100, 1) == 0
         if in_log or any(name.startswith("eval/") for name in metrics):
@@ -174,7 +174,7 @@ class Display(Observer):
             self.console.print("  ".join(filter(None, [*parts, self._left()])))
 
     def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
-        """Print a few replies of an evaluation; of training the best and worst, now and then."""
+        """Print a few replies of an evaluation; in training, the best and worst."""
         if self.brief or not rows:
             return
         if kind != "train":
@@ -188,23 +188,23 @@ class Display(Observer):
         self.console.print(text, style=style)
 
     def stopping(self) -> None:
-        """Note that a stop was asked for; safe in a signal handler, which may not print."""
+        """Record a stop request; safe in a signal handler, which may not print."""
         self._stopping = True  # the lines below the bar show it at their next refresh
         if self._bar is None:
             os.write(2, f"{STOPPING}\n".encode())
 
     def end(self, state: str, *, saved: int | None) -> None:
-        self._evaluating = None  # the last picture stays: nothing in it goes on
+        self._evaluating = None  # the last frame stays and must show no progress
         self._stop_bar()
         if self.folder is None:
             return
         near = self._near(self.folder)
         if state != "finished":
-            what = summary.NOTHING if saved is None else f"saved at iteration {saved}; go on with: "
-            self.console.print(f"{what}{summary.resume_command(near)}")
+            text = summary.NOTHING if saved is None else f"saved at iteration {saved}; go on with: "
+            self.console.print(f"{text}{summary.resume_command(near)}")
             return
         run = load_run(self.folder)
-        self.console.print(summary.in_one_line(run))
+        self.console.print(summary.summary_line(run))
         if not self.brief:
             places = {name: str(near / file) for name, file in _FILES.items()}
             places["chat"] = summary.chat_command(near, run) or ""
@@ -219,7 +219,7 @@ class Display(Observer):
             sys.breakpointhook = hook.usual
 
     def _lines(self) -> Iterator[str]:
-        """Yield the lines below the bar; its thread asks for them, so that the times go on."""
+        """Yield the lines below the bar; its thread refreshes them, so that times advance."""
         if values := [*_signal(self._latest), *_named(self._latest, _KL | _LATEST)]:
             yield "  ".join(values)
         if text := self._progress_of_evaluation():
@@ -228,17 +228,17 @@ class Display(Observer):
             yield STOPPING
 
     def _progress_of_evaluation(self) -> str:
-        """Return how far an evaluation is, with the time left; a hint if that is minutes."""
+        """Return the progress of an evaluation with the time left; a hint if it takes minutes."""
         if (going := self._evaluating) is None:
             return ""
         seconds = time.monotonic() - going.since
         left = seconds / going.share - seconds if going.share else 0.0
         about = f", about {duration(left)} left" if going.share else ""
         hint = "; fewer rows: eval.max_rows=<n>" if not self._iteration and left > 180 else ""
-        return f"{going.what}: {going.share:.0%}, {duration(seconds)}{about}{hint}"
+        return f"{going.label}: {going.share:.0%}, {duration(seconds)}{about}{hint}"
 
     def _left(self) -> str:
-        """Return the time left, an evaluation at the end included."""
+        """Return the time left, including the final evaluation."""
         if not self._seconds or self._iteration >= self.total:
             return ""
         each = sum(self._seconds) / len(self._seconds)
@@ -254,28 +254,28 @@ class Display(Observer):
             self.console.print(f"    -> {one_line(row.get('response', ''), width)}{tail}")
 
     def _near(self, value: Any) -> Any:
-        """Return a path as it is shown at a terminal: from here, if it lies below."""
+        """Return a path relative to the current directory, if it is below it, at a terminal."""
         shortened = isinstance(value, Path) and self.console.is_terminal
         inside = shortened and value.is_relative_to(Path.cwd())
         return value.relative_to(Path.cwd()) if inside else value
 
 
 def show_run(runtime: Any, total: int) -> Display:
-    """Return the display of a runtime's run; that of a warm-up names where its model is kept."""
-    folder = Path(os.path.abspath(runtime.folder))  # as Hydra gives it, also where resume= did not
+    """Return the display of a runtime's run; for a warm-up, with the cache folder of its model."""
+    folder = Path(os.path.abspath(runtime.folder))  # absolute, like the folder of Hydra
     run = load_run(folder)
     origin, sha = (dig(run.status, "model", key) or "?" for key in ("origin", "sha256"))
-    name, kept = dig(run.config, "policy", "model"), run.config.get("kept_in")
+    name, cached = dig(run.config, "policy", "model"), run.config.get("kept_in")
     products = ", bfloat16 products" if "bfloat16" in run.status.get("products", "") else ""
     header: dict[str, str | Path] = {"model": f"{name} ({origin}, sha256 {sha[:12]}{products})"}
     if runtime.ranks == 1 and "ACCELERATE_MIXED_PRECISION" in os.environ:  # by accelerate launch
         header["ranks"] = "1 rank; for two: python train.py ... launch.num_processes=2"
-    header |= {"kept in": str(kept)} if kept else {"report": folder / _FILES["report"]}
+    header |= {"kept in": str(cached)} if cached else {"report": folder / _FILES["report"]}
     return Display(
         total,
         title=run.experiment,
         header=header,
-        folder=None if kept else folder,
+        folder=None if cached else folder,
         show_every=dig(run.config, "trainer", "show_every") or 0,
         brief=is_sweep(folder.parent),
         live=not dig(run.config, "launch", "in_process"),  # a debugger needs the terminal
@@ -287,5 +287,5 @@ def _named(metrics: Mapping[str, float], forms: Mapping[str, str]) -> list[str]:
 
 
 def _signal(metrics: Mapping[str, float]) -> list[str]:
-    """Return what to go by: the reward, or the loss of SFT."""
+    """Return the main signal: the reward, or the loss of SFT."""
     return _named(metrics, _REWARD) or _named(metrics, _LOSS)

@@ -1,4 +1,4 @@
-"""Numbers, times and replies as text for people, in pages and at the terminal."""
+"""Format numbers, times and replies for pages and the terminal."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,7 +24,7 @@ def short(value: float) -> str:
 
 
 def nats(value: float) -> str:
-    """Format a KL: one that is a rounding error is 0."""
+    """Format a KL; a rounding error is 0."""
     return short(value) if abs(value) >= 1e-5 else "0"
 
 
@@ -34,16 +34,16 @@ def duration(seconds: float) -> str:
     >>> [duration(s) for s in (8.4, 59.6, 200, 8000)]
     ['8 s', '1 min 0 s', '3 min 20 s', '2 h 13 min']
     """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60} s"
+    return f"{rounded // 3600} h {rounded % 3600 // 60} min"
 
 
 def printable(text: Any) -> str:
-    """Replace what could move a terminal's cursor or change its colours by spaces."""
+    """Replace unprintable characters, which could control a terminal, by spaces."""
     return "".join(c if c.isprintable() else " " for c in str(text))
 
 

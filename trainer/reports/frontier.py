@@ -1,10 +1,9 @@
-"""Reward (or accuracy) against KL: the frontier of a sweep, and a run below the limit.
+"""Draw reward (or accuracy) against KL, for sweeps and runs, with the optimal frontier.
 
-A sweep has a point per setting. Bars go from the lowest to the highest seed. The line joins the
-Pareto points, those that no other beats in both; a setting without a finished job is on no line. A
-cross is the model before training. The KL axis is a square-root scale, as in Gao et al. 2022
-(Scaling Laws for Reward Model Overoptimization, arXiv:2210.10760), where a distance is the root of
-a KL. The limit (trainer/limit.py) is drawn from the samples of mode=limit, where there are any.
+A sweep has a point per setting. Bars span the seeds. The line joins the Pareto points of finished
+settings. A cross is the model before training. The KL axis has a square-root scale, as in Gao et
+al. 2022 (Scaling Laws for Reward Model Overoptimization, arXiv:2210.10760), where a distance is the
+root of a KL. The optimal frontier (trainer/limit.py) needs the samples of mode=frontier.
 """
 
 import math
@@ -39,9 +38,9 @@ from trainer.reports.sweep_jobs import (
     comparable,
     efficiency,
     grouped,
+    has_same_rows,
     held_out,
     load_jobs,
-    of_same_rows,
     start,
     varying,
 )
@@ -54,8 +53,8 @@ TITLES = {
     ACCURACY: ("Accuracy against KL to the reference", "share of held-out replies, sampled"),
     EVAL_REWARD: ("Held-out reward against KL to the reference", "mean per held-out reply"),
 }
-WHAT = {REWARD: "reward", ACCURACY: "accuracy", EVAL_REWARD: "held-out reward"}
-HUE = "var(--hue3)"  # of the limit
+LABELS = {REWARD: "reward", ACCURACY: "accuracy", EVAL_REWARD: "held-out reward"}
+HUE = "var(--hue3)"  # of the optimal frontier
 
 
 def frontier(
@@ -69,8 +68,8 @@ def frontier(
 ) -> str:
     """Draw reward (or `by` a held-out metric) against KL, one labelled point per setting.
 
-    A held-out metric is drawn with its limit, if that is known. With `sampler` the KL is that to
-    the policy that sampled.
+    A held-out metric is drawn with its `limit`, if known. With `sampler` the KL is to the sampling
+    policy.
     """
     if sampler:
         jobs = [_to_the_sampler(job) for job in jobs]
@@ -99,20 +98,20 @@ def frontier(
     lines = LimitLines(limit, by, most=max(kls)) if limit else None
     per = "token" if sampler else "reply"
     kl_axes(chart, max(kls), [*values, *(lines.range if lines else [])], per=per)
-    taken: list[Box] = []  # what no label may cover: points, bars, other labels
+    taken: list[Box] = []  # points, bars and labels that no new label may cover
     if lines:
-        taken += lines.draw(chart, WHAT[by])
+        taken += lines.draw(chart, LABELS[by])
     if len(line) > 1:
         chart.path([setting.place(by) for setting in line], "stroke:var(--hue0)")
     if begin:
         taken += _cross(chart, *begin)
     for setting in placed:
         taken += _point(chart, setting, by, filled=setting in line)
-    labels: dict[tuple[float, float], list[str]] = {}  # by pixels; points on one spot share one
+    labels: dict[tuple[float, float], list[str]] = {}  # by pixel; points at one pixel share a label
     for setting in placed:
         kl, value = setting.place(by)
-        here = (chart.x(kl), chart.y(value))
-        spot = next((spot for spot in labels if math.dist(spot, here) < 3), here)
+        pixel = (chart.x(kl), chart.y(value))
+        spot = next((spot for spot in labels if math.dist(spot, pixel) < 3), pixel)
         state = "" if setting.finished else f" ({setting.state})"
         labels.setdefault(spot, []).append(setting.label + state)
     for spot, texts in labels.items():
@@ -121,25 +120,25 @@ def frontier(
 
 
 def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> str:
-    """Draw the way of a run, evaluation by evaluation, below what no policy can pass."""
+    """Draw the path of a run's evaluations below the optimal frontier."""
     points = held_out(run, limit.metric)
     if not points:
         return ""
-    what = "accuracy" if limit.metric == ACCURACY else "reward"
+    label = "accuracy" if limit.metric == ACCURACY else "reward"
     iterations, values, spent = zip(*points, strict=True)
     kls = [max(kl, 0.0) for kl in spent]
     lines = LimitLines(limit, limit.metric, most=max(*kls, 0.5))
     unit = "line: the best there is; diamonds: best of 2, 4 ... replies"
-    title = f"{what.capitalize()} against KL, held-out prompts"
+    title = f"{label.capitalize()} against KL, held-out prompts"
     chart = Chart(title, unit, width=width, height=height)
     kl_axes(chart, max(*kls, 0.5), [*values, *lines.range])
-    lines.draw(chart, what)
+    lines.draw(chart, label)
     dashed = "stroke:var(--hue0);stroke-width:1;stroke-dasharray:2 4"
     chart.path(zip(kls, values, strict=True), dashed)
     for iteration, value, kl in zip(iterations, values, kls, strict=True):
         got = limit.efficiency(limit.metric, value, kl)
         share = "" if got is None else f", efficiency {got:.2f}"
-        tip = f"iteration {iteration:g}: {what} {value:.3f}, KL {kl:.3f}{share}"
+        tip = f"iteration {iteration:g}: {label} {value:.3f}, KL {kl:.3f}{share}"
         chart.dot(kl, value, "fill:var(--hue0)", radius=4, tip=tip)
     return chart.svg()
 
@@ -157,7 +156,7 @@ def kl_axes(chart: Chart, most: float, values: Sequence[float], *, per: str = "r
 
 
 def pareto(settings: Sequence[Setting], by: str = REWARD) -> list[Setting]:
-    """Return the finished settings that no other beats in reward and KL, in order of KL."""
+    """Return the finished settings that no other setting dominates, in order of KL."""
     front: list[Setting] = []
     done = [setting for setting in settings if setting.finished]
     for setting in sorted(done, key=lambda s: (s.place(by)[0], -s.place(by)[1])):
@@ -167,22 +166,22 @@ def pareto(settings: Sequence[Setting], by: str = REWARD) -> list[Setting]:
 
 
 class LimitLines:
-    """What a picture shows of a limit, as far as the points in it go: `most` nats."""
+    """The curves of a limit in a picture, up to a KL of `most` nats."""
 
     def __init__(self, limit: Limit, metric: str, *, most: float) -> None:
-        values, drawn = limit.of(metric), limit.band(metric).curve()
-        self.curve = Curve(*(side[drawn.kl <= most] for side in vars(drawn).values()))
+        values, bounds = limit.of(metric), limit.band(metric).curve()
+        self.curve = Curve(*(side[bounds.kl <= most] for side in vars(bounds).values()))
         powers = (2**i for i in range(1, values.shape[1].bit_length()) if 2**i <= values.shape[1])
-        bounds = ((k, most_kl_of_best_of(k)) for k in powers)
-        self.best = [(k, kl, best_of(values, k)) for k, kl in bounds if kl <= most]
+        best_kls = ((k, most_kl_of_best_of(k)) for k in powers)
+        self.best = [(k, kl, best_of(values, k)) for k, kl in best_kls if kl <= most]
 
     @property
     def range(self) -> list[float]:
-        """Return what the axis of the values should hold."""
+        """Return the values that the y axis should include."""
         return [*self.curve.value.tolist(), *(value for _, _, value in self.best)]
 
-    def draw(self, chart: Chart, what: str) -> list[Box]:
-        """Draw the optimum with its band, and the best of k replies; return what these cover."""
+    def draw(self, chart: Chart, label: str) -> list[Box]:
+        """Draw the optimum with its band, and best-of-k; return the boxes of the marks."""
         kl = self.curve.kl.tolist()
         high, low = self.curve.high.tolist(), self.curve.low.tolist()[::-1]
         outline = [*zip(kl, high, strict=True), *zip(kl[::-1], low, strict=True)]
@@ -190,15 +189,15 @@ class LimitLines:
         chart.path(zip(kl, self.curve.value.tolist(), strict=True), f"stroke:{HUE}")
         for k, bound, value in self.best:
             of = f"best of {k} replies of the reference"
-            tip = f"{of}: {what} {value:.3f}, KL at most {bound:.2f}"
+            tip = f"{of}: {label} {value:.3f}, KL at most {bound:.2f}"
             shape = f'd="M{chart.x(bound)} {chart.y(value) - 5:g}l5 5l-5 5l-5 -5z"'
-            drawn = f'<path {shape} style="fill:{HUE}"><title>{escape(tip)}</title></path>'
-            chart.parts.append(drawn)
+            element = f'<path {shape} style="fill:{HUE}"><title>{escape(tip)}</title></path>'
+            chart.parts.append(element)
         return [_around(chart.x(bound), chart.y(value)) for _, bound, value in self.best]
 
 
 def _to_the_sampler(job: Job) -> Job:
-    """Return a job whose KL is that to the policy that sampled."""
+    """Return a copy of a job with the KL to the sampling policy."""
     drift = job.reached[DRIFT]
     kl = {KL: None if drift is None else max(drift, 0.0), EVAL_KL: None}
     return replace(job, reached=job.reached | kl)
@@ -209,7 +208,7 @@ def _around(x: float, y: float) -> Box:
 
 
 def _cross(chart: Chart, kl: float, value: float) -> list[Box]:
-    """Draw the model before training; return what it covers."""
+    """Draw the model before training; return its box."""
     x, y = chart.x(kl), chart.y(value)
     tip = f"<title>before training: {value:z.3f}, KL {kl:z.3f}</title>"
     shape = f'd="M{x - 5:g} {y - 5:g}l10 10m0 -10l-10 10"'
@@ -218,11 +217,11 @@ def _cross(chart: Chart, kl: float, value: float) -> list[Box]:
 
 
 def _point(chart: Chart, setting: Setting, by: str, *, filled: bool) -> list[Box]:
-    """Draw a point, filled if no other beats it, dashed if it is not finished; return its boxes."""
+    """Draw a point, `filled` if on the Pareto line, dashed if unfinished; return its boxes."""
     (kl, value), spots = setting.place(by), setting.spots(by)
     x, y = chart.x(kl), chart.y(value)
     boxes, several = [_around(x, y)], ""
-    if len(spots) > 1:  # bars: how far the seeds lie apart, in both directions
+    if len(spots) > 1:  # bars: the range of the seeds in both directions
         xs, ys = [chart.x(k) for k, _ in spots], [chart.y(v) for _, v in spots]
         left, right, top, bottom = min(xs), max(xs), min(ys), max(ys)
         across = f"M{left} {y}H{right}M{left} {y - 3:g}v6M{right} {y - 3:g}v6"
@@ -235,13 +234,13 @@ def _point(chart: Chart, setting: Setting, by: str, *, filled: bool) -> list[Box
     style = f"fill:{paint};stroke:var(--hue0);stroke-width:1.8{dashes}"
     done = len(setting.finished) == len(setting.jobs)
     name = setting.label if done else f"{setting.label} ({setting.state})"
-    tip = f"{name}: {WHAT[by]} {value:z.3f}, KL {kl:z.3f}{several}"
+    tip = f"{name}: {LABELS[by]} {value:z.3f}, KL {kl:z.3f}{several}"
     chart.dot(kl, value, style, radius=4.5, tip=tip)
     return boxes
 
 
 def _label(chart: Chart, text: str, spot: tuple[float, float], taken: list[Box]) -> None:
-    """Name a point where that hides nothing; without room its tooltip tells."""
+    """Label a point in a free place; without one only its tooltip names it."""
     wide = text_width(text, size=12)
     for side in (10, -10 - wide, -wide / 2, 18, -18 - wide):  # right, left, centred, further off
         for drop in (15, -8, 4, 24, -17, 34, -24):
@@ -257,23 +256,23 @@ def _label(chart: Chart, text: str, spot: tuple[float, float], taken: list[Box])
 def _root_ticks(axis: Axis) -> list[float]:
     """Choose 0 and round values at least 44 pixels apart, from the right."""
     powers = range(math.floor(math.log10(axis.hi)), -5, -1)
-    kept: list[float] = []
+    chosen: list[float] = []
     for value in (m * 10.0**power for power in powers for m in (5, 2, 1)):
-        end = axis(kept[-1]) if kept else math.inf
+        end = axis(chosen[-1]) if chosen else math.inf
         if value <= axis.hi and min(axis(value) - axis.start, end - axis(value)) >= 44:
-            kept.append(value)
-    return [0.0, *kept]
+            chosen.append(value)
+    return [0.0, *chosen]
 
 
 def caption(run: Run, limit: Limit) -> str:
-    """Return how near the last evaluation is to the line, and what the line was drawn from."""
+    """Return the efficiency of the last evaluation, and the samples behind the line."""
     got = efficiency(run, limit)
-    told = "no KL efficiency" if got is None else f"KL efficiency {got:.2f}"
-    return f"{told}; 1 is on the line ({limit.about()}; {limit.ends()})"
+    text = "no KL efficiency" if got is None else f"KL efficiency {got:.2f}"
+    return f"{text}; 1 is on the line ({limit.about()}; {limit.ends()})"
 
 
 def sample_limit(folder: Path, samples: int) -> None:
-    """Sample the reference of a run, or of a sweep whose jobs share it, into its folder."""
+    """Sample the reference of a run or a sweep, and write frontier.json into its folder."""
     jobs = load_jobs(folder)
     if not comparable(jobs):
         raise ValueError(
@@ -282,10 +281,11 @@ def sample_limit(folder: Path, samples: int) -> None:
         )
     run = next((job.run.folder for job in jobs if job.run.metrics), jobs[0].run.folder)
     known = read_limit(folder / FILE) if (folder / FILE).is_file() else None
-    if known is not None and known.success.shape[1] >= samples and of_same_rows(known, run):
-        return  # more replies are only nearer to the truth
-    with TemporaryDirectory(dir=folder, prefix=".limit") as aside:  # a job may have its own
-        words = ["mode=limit", f"resume={hydra_path(run.resolve())}", f"eval.num_samples={samples}"]
+    if known is not None and known.success.shape[1] >= samples and has_same_rows(known, run):
+        return  # the existing samples are at least as precise
+    with TemporaryDirectory(dir=folder, prefix=".frontier") as aside:  # a job may have its own file
+        words = ["mode=frontier", f"eval.num_samples={samples}"]
+        words.append(f"resume={hydra_path(run.resolve())}")
         command = [sys.executable, str(SCRIPT), *words, f"output_dir={hydra_path(Path(aside))}"]
         if code := subprocess.run(command, check=False).returncode:
             raise ValueError(f"{run} was not sampled: see above (exit code {code})")

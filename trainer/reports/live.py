@@ -1,7 +1,7 @@
-"""The report of a run that goes on, and its curves in the cell of a notebook that trains it.
+"""Update report.html during a run, and show its curves in the notebook cell that trains it.
 
-Rank 0 writes the page in place, seldom enough that it takes at most `SHARE` of the time. A page
-that cannot be written is warned of once and ends nothing.
+Rank 0 rewrites the page, using at most `SHARE` of the time. A page that cannot be written causes
+one warning and never ends the run.
 """
 
 import logging
@@ -17,8 +17,8 @@ from trainer.reports.page import PATIENCE
 from trainer.reports.report import run_svg, write_report
 
 log = logging.getLogger(__name__)
-SECONDS, SHARE = 30.0, 0.02  # the least time from page to page; what pages may take of it
-CELL_SECONDS = 1.0  # the least time from picture to picture of a notebook
+SECONDS, SHARE = 30.0, 0.02  # least time between pages; largest share of it for writing
+CELL_SECONDS = 1.0  # least time between pictures in a notebook
 
 
 class LiveReport(Observer):
@@ -33,10 +33,10 @@ class LiveReport(Observer):
         self._write()
 
     def evaluating(self, label: str, share: float, *, last: bool) -> None:
-        self._refresh()  # a page that stands still says that the run is dead
+        self._refresh()  # an old page looks like a dead run
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        self._refresh(now=iteration <= 1)  # the first curves at once
+        self._refresh(now=iteration <= 1)  # the first curves appear immediately
 
     def end(self, state: str, *, saved: int | None) -> None:
         self._write()
@@ -58,9 +58,9 @@ class LiveReport(Observer):
 
 
 class CellCurves(Observer):
-    """Show reward (or loss) and KL of a run folder below the cell that runs.
+    """Show reward (or loss) and KL of a run folder below the running cell.
 
-    A picture that cannot be drawn is left out: the next one may be.
+    A picture that cannot be drawn is skipped.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,7 +80,7 @@ class CellCurves(Observer):
         from IPython.display import HTML, display  # a notebook has it
 
         with suppress(ValueError, OSError):
-            # an image: its style sheet is not the page's
+            # an image, so that its style sheet stays its own
             data = b64encode(run_svg(self.folder).encode()).decode()
             picture = HTML(f'<img alt="reward and KL" src="data:image/svg+xml;base64,{data}">')
             if self._cell is None:

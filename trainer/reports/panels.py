@@ -1,4 +1,4 @@
-"""Which charts a run has: metrics that belong together share one (panels.yaml)."""
+"""Choose and draw the charts of a run; related metrics share a chart (panels.yaml)."""
 
 import math
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart (SVG), the note below it, the metrics in it, and a warning: its level and text.
+    """A chart (SVG), the note below it, its metrics, and a warning: level and text.
 
-    `flat`: it has nothing to show but constants.
+    `flat`: all curves are constant.
     """
 
     chart: str
@@ -44,12 +44,12 @@ class Figure:
     flat: bool = False
 
 
-_FOUND = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-MAIN, MORE = (tuple(Panel(**panel) for panel in _FOUND[name]) for name in ("main", "more"))
+_PANELS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+MAIN, MORE = (tuple(Panel(**panel) for panel in _PANELS[name]) for name in ("main", "more"))
 
 
 def figures(panels: Sequence[Panel], run: Run) -> list[Figure]:
-    """Draw those panels that the run logs something of, each with what is healthy below."""
+    """Draw the panels whose metrics a run logs, each with its healthy range below."""
     names = run.names()
     return [
         Figure(
@@ -67,9 +67,9 @@ def figures(panels: Sequence[Panel], run: Run) -> list[Figure]:
 
 
 def unhealthy(panel: Panel, run: Run) -> tuple[str, str] | None:
-    """Return level and text of a warning below a panel, as far as rules and limits say.
+    """Return level and text of the warning below a panel, by rules and limits; None if healthy.
 
-    What the run said about itself and has not taken back goes first, errors before warnings.
+    Open findings of the diagnosis come first, errors before warnings.
     """
     for note in open_notes(run):
         if note.get("rule") in panel.rules:
@@ -88,54 +88,54 @@ def unhealthy(panel: Panel, run: Run) -> tuple[str, str] | None:
 
 
 def open_notes(run: Run) -> list[dict[str, Any]]:
-    """List the errors and warnings that a run has said and not taken back."""
+    """List the open errors and warnings of a run."""
     return [note for note in notes_of(run, "error", "warn") if note.get("until") is None]
 
 
 def notes_of(run: Run, *levels: str) -> list[dict[str, Any]]:
-    """List what a run has said about itself (diagnosis.py), by level."""
+    """List the findings of a run (diagnosis.py), by level."""
     notes = run.status.get("notes", [])
     return [note for level in levels for note in notes if note["level"] == level]
 
 
 def draw(panel: Panel, run: Run) -> str:
-    """Draw a panel, or return "" if the run logs nothing of it."""
+    """Draw a panel; "" if the run logs none of its metrics."""
     if "kl/coeff" in panel.metrics and not run.series("kl/ref"):
-        return ""  # there is no KL to be a factor of
+        return ""  # no KL that the coefficient scales
     series: list[Series] = []
     for index, (metric, name) in enumerate(panel.metrics.items()):
         logged = _logged(metric, run)
         points = run.series(logged)
-        # an equal curve says nothing new: the task reward without a KL part, SFT's only loss
+        # an equal curve is redundant: the task reward without a KL part, SFT's only loss
         if points and (panel.stacked or not any(_alike(points, s.points) for s in series)):
             name = name if logged == metric else logged.rpartition("/")[2]
             series.append(Series(name, points, hue=index, dots=metric.startswith("eval/")))
     names = {"title": panel.title, "unit": panel.unit}
     if series and panel.stacked:
         return stack_chart(_parts(series, run), **names)
-    asked = {name: number(dig(run.config, *key.split("."))) for key, name in panel.bounds.items()}
-    bounds = {name: value for name, value in asked.items() if value is not None}
+    values = {name: number(dig(run.config, *key.split("."))) for key, name in panel.bounds.items()}
+    bounds = {name: value for name, value in values.items() if value is not None}
     return line_chart(series, least=panel.least, bounds=bounds, **names) if series else ""
 
 
 def shown(run: Run) -> tuple[list[Figure], list[Figure]]:
-    """Draw the curves of a run: those that are shown, and those that are folded.
+    """Draw the curves of a run: the shown ones, and the folded ones.
 
-    The user's own come after reward, KL and accuracy; what is flat and healthy is folded.
+    Custom metrics come after reward, KL and accuracy; flat and healthy curves are folded.
     """
     ours = {metric.split("/")[0] for panel in (*MAIN, *MORE) for metric in panel.metrics}
     rest = others(run)
-    own = [panel for panel in rest if ours.isdisjoint(n.split("/")[0] for n in panel.metrics)]
-    first = figures([*MAIN[:3], *own, *MAIN[3:]], run)
+    custom = [panel for panel in rest if ours.isdisjoint(n.split("/")[0] for n in panel.metrics)]
+    first = figures([*MAIN[:3], *custom, *MAIN[3:]], run)
     folded = [figure for figure in first if figure.flat and not figure.warning]
-    more = figures([*MORE, *(panel for panel in rest if panel not in own)], run)
+    more = figures([*MORE, *(panel for panel in rest if panel not in custom)], run)
     return [figure for figure in first if figure not in folded], folded + more
 
 
 def others(run: Run) -> list[Panel]:
-    """Make panels of what no other panel shows, reward parts together."""
+    """Return panels for the metrics of no other panel, reward parts together."""
     known = {_logged(metric, run) for panel in (*MAIN, *MORE) for metric in panel.metrics}
-    known.add("time/iteration_s")  # the height of the stacked times
+    known.add("time/iteration_s")  # the sum of the stacked times
     rest = [n for n in run.names() if n not in known and not n.startswith("progress/")]
     parts = {n: n.removeprefix("reward_part/") for n in rest if n.startswith("reward_part/")}
     single = [Panel(n, "", {n: n}) for n in rest if n not in parts]
@@ -143,19 +143,19 @@ def others(run: Run) -> list[Panel]:
 
 
 def _parts(series: Sequence[Series], run: Run) -> list[Series]:
-    """Leave out times of at most half a percent, and add what none of them counts."""
+    """Drop times of at most half a percent, and add the rest of the iteration time."""
     sums = [sum(value for _, value in s.points) for s in series]
     large = [s for s, total in zip(series, sums, strict=True) if total > 0.005 * sum(sums)]
-    held = [dict(s.points) for s in large]
+    points = [dict(s.points) for s in large]
     rest = [
-        (x, max(whole - sum(part.get(x, 0.0) for part in held), 0.0))
-        for x, whole in run.series("time/iteration_s")
+        (x, max(total - sum(part.get(x, 0.0) for part in points), 0.0))
+        for x, total in run.series("time/iteration_s")
     ]
     return large + [Series("rest", rest, hue=6)] * bool(rest)
 
 
 def _alike(points: Points, others: Points) -> bool:
-    """Return whether two curves are one, up to the rounding of a float32."""
+    """Return whether two curves are equal, up to the rounding of a float32."""
     return len(points) == len(others) and all(
         a == b and math.isclose(x, y, rel_tol=1e-6)
         for (a, x), (b, y) in zip(points, others, strict=True)
@@ -163,7 +163,7 @@ def _alike(points: Points, others: Points) -> bool:
 
 
 def _constant(points: Points, least: float) -> bool:
-    """Return whether a curve is none, or of three equal values and more, up to rounding."""
+    """Return whether a curve is empty, or has at least three values, equal up to rounding."""
     values = [value for _, value in points] or [0.0] * 3
     rounding = 1e-6 * max(map(abs, values)) + 0.01 * least
     return len(values) > 2 and max(values) - min(values) <= rounding

@@ -1,9 +1,9 @@
-"""The replies of a report: what its browser (replies.js) shows, and before and after training.
+"""Select the replies of a report, for its browser (replies.js) and for before and after training.
 
-Of the best, the median and the worst reply of an iteration the script shows every token with its KL
-(background) and its advantage (underline); texts that were not sampled stay uncoloured.
-However long the run, the page stays small: it holds the newest iteration and others evenly spaced,
-as many as `MOST` bytes of transcripts.jsonl hold. Only what is shown is parsed.
+For the best, the median and the worst reply of an iteration the script shows every token with its
+KL (background) and its advantage (underline); text that was not sampled is uncoloured. To bound the
+page, it has the newest iteration and others evenly spaced, within `MOST` bytes of
+transcripts.jsonl. Only selected lines are parsed.
 """
 
 import re
@@ -13,37 +13,37 @@ from typing import Any
 
 from trainer.runs.run_files import parse_line
 
-MOST, MOST_HELD = 2**21, 2**20  # bytes of the file: replies in training, to held-out prompts
+MOST, MOST_EVAL = 2**21, 2**20  # bytes of the file: replies in training, to held-out prompts
 PAIRS = 6  # held-out prompts whose replies before and after training are shown
 Reply = dict[str, Any]  # a row of transcripts.jsonl
 Key = tuple[str, int]  # kind and iteration of a row
 _SHOWN = ("reward", "parts", "advantage", "kl", "truncated", "rank", "pieces")
-# Quotes within a text are escaped, so no reply can look like this.
+# Quotes within a text are escaped, so no reply matches this.
 _PLACE = re.compile(rb'"iteration": (\d+), "kind": "(\w+)"')
 
 
-def shown_replies(path: Path) -> dict[str, Any]:
-    """Return what the template shows of a transcripts.jsonl, {} without replies."""
+def select_replies(path: Path) -> dict[str, Any]:
+    """Return the template values from a transcripts.jsonl; {} without replies."""
     sizes: dict[Key, int] = {}
     for key, line in _lines(path):
         sizes[key] = sizes.get(key, 0) + len(line)
     train = sorted(key for key in sizes if key[0] == "train")
-    held = [key for key in sizes if key[0] != "train"]  # in the order of the file
-    shown, tried = thinned(train, sizes, MOST), [*held[:1], *thinned(held[1:], sizes, MOST_HELD)]
+    evals = [key for key in sizes if key[0] != "train"]  # in the order of the file
+    shown, tried = thin(train, sizes, MOST), [*evals[:1], *thin(evals[1:], sizes, MOST_EVAL)]
     rows: dict[Key, list[Reply]] = {key: [] for key in (*shown, *tried)}
     for key, line in _lines(path):
         if key in rows and (row := parse_line(line.decode())):
             rows[key].append(row)
-    held_rows = [row for key in tried for row in rows[key]]
+    eval_rows = [row for key in tried for row in rows[key]]
     if not rows:
         return {}
     parts = [f"{len(shown)} of {len(train)} iterations"] if len(shown) < len(train) else []
-    parts += [f"{len(tried)} of {len(held)} evaluations"] if len(tried) < len(held) else []
+    parts += [f"{len(tried)} of {len(evals)} evaluations"] if len(tried) < len(evals) else []
     data = {
         "train": [{"iteration": key[1], "groups": _grouped(rows[key])} for key in shown],
-        "held": _grouped({**row, "group": None, "name": _when(row)} for row in held_rows),
+        "held": _grouped({**row, "group": None, "name": _when(row)} for row in eval_rows),
     }
-    kinds = by_kind(held_rows)
+    kinds = by_kind(eval_rows)
     ends = {kind: kinds[kind] for kind in ("before", "after") if kind in kinds}
     left_out = f"Here are {' and '.join(parts)}; all are in transcripts.jsonl."
     return {
@@ -57,17 +57,17 @@ def _lines(path: Path) -> Iterator[tuple[Key, bytes]]:
     if path.is_file():
         with open(path, "rb") as file:
             for line in file:
-                if found := _PLACE.search(line):
-                    yield (found[2].decode(), int(found[1])), line
+                if match := _PLACE.search(line):
+                    yield (match[2].decode(), int(match[1])), line
 
 
-def thinned(keys: Sequence[Key], sizes: dict[Key, int], most: int) -> list[Key]:
-    """Return the last and every n-th before it, as many as fit, at least one."""
-    step, kept = 1, list(keys)
-    while len(kept) > 1 and sum(sizes[key] for key in kept) > most:
+def thin(keys: Sequence[Key], sizes: dict[Key, int], most: int) -> list[Key]:
+    """Return the last key and every n-th before it within `most` bytes, at least one."""
+    step, chosen = 1, list(keys)
+    while len(chosen) > 1 and sum(sizes[key] for key in chosen) > most:
         step += 1
-        kept = list(keys[::-step])[::-1]
-    return kept
+        chosen = list(keys[::-step])[::-1]
+    return chosen
 
 
 def _when(row: Reply) -> str:
@@ -76,22 +76,22 @@ def _when(row: Reply) -> str:
 
 
 def _grouped(rows: Iterable[Reply]) -> list[dict[str, Any]]:
-    """Put replies to a prompt together, whole groups first."""
+    """Group replies by prompt, largest groups first."""
     groups: dict[Any, list[Reply]] = {}
     for row in rows:
         groups.setdefault((row.get("group"), row["prompt"]), []).append(row)
     out = []
     for group in sorted(groups.values(), key=len, reverse=True):
-        first, kept = group[0], ("response", "name", *_SHOWN)
+        first, keys = group[0], ("response", "name", *_SHOWN)
         system = [("system", first["system"])] if first.get("system") else []
-        replies = [{k: row[k] for k in kept if row.get(k) not in (None, "", {})} for row in group]
+        replies = [{k: row[k] for k in keys if row.get(k) not in (None, "", {})} for row in group]
         known = {"prompt": first["prompt"], "answer": first.get("answer")}
         out.append({**known, "messages": system, "replies": replies})
     return out
 
 
 def by_kind(rows: Iterable[Reply]) -> dict[str, dict[str, Reply]]:
-    """Return replies by kind and prompt, the last one of each."""
+    """Return the last reply per kind and prompt."""
     kinds: dict[str, dict[str, Reply]] = {}
     for row in rows:
         kinds.setdefault(row["kind"], {})[row["prompt"]] = row
@@ -99,7 +99,7 @@ def by_kind(rows: Iterable[Reply]) -> dict[str, dict[str, Reply]]:
 
 
 def side_by_side(columns: dict[str, dict[str, Reply]], most: int) -> list[dict[str, Reply]]:
-    """Return replies by column, to each of the first `most` prompts that all columns have."""
+    """Return the replies of all columns to each of the first `most` shared prompts."""
     first = next(iter(columns.values()), {})
-    prompts = [prompt for prompt in first if all(prompt in found for found in columns.values())]
-    return [{name: found[prompt] for name, found in columns.items()} for prompt in prompts[:most]]
+    prompts = [prompt for prompt in first if all(prompt in column for column in columns.values())]
+    return [{name: column[prompt] for name, column in columns.items()} for prompt in prompts[:most]]

@@ -1,7 +1,7 @@
-"""report.html: what a run did, in one page that opens anywhere; of a running one, what it does.
+"""report.html: one page about a finished or running run, from the files of its folder. Torch-free.
 
-Built from the files of the folder alone, at any time (`python -m trainer.reports`), torch-free.
-Charts of metrics that a run does not log are left out, so SFT and RL runs share it.
+`python -m trainer.reports` rewrites it at any time. SFT and RL runs share the template: charts of
+metrics that a run does not log are left out.
 """
 
 import shlex
@@ -16,8 +16,8 @@ from trainer.reports import frontier, panels, summary
 from trainer.reports.chart import standalone
 from trainer.reports.formats import duration, leaves
 from trainer.reports.page import PATIENCE, write_page
-from trainer.reports.replies import shown_replies
-from trainer.reports.sweep_jobs import known_limit
+from trainer.reports.replies import select_replies
+from trainer.reports.sweep_jobs import find_limit
 from trainer.runs.redact import redact
 from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run
 
@@ -37,22 +37,22 @@ def write_report(folder: str | Path) -> Path:
 def run_svg(folder: str | Path) -> str:
     """Draw a run's reward (or loss) and KL curves as a standalone SVG document."""
     run = load_run(folder)
-    drawn = [panels.draw(p, run) for title in PICTURE for p in panels.MAIN if p.title == title]
-    shown = [chart for chart in drawn if chart][:2]
+    charts = [panels.draw(p, run) for title in PICTURE for p in panels.MAIN if p.title == title]
+    shown = [chart for chart in charts if chart][:2]
     if not shown:
         raise ValueError(f"expected metrics in {run.folder}/metrics.jsonl, got none to draw")
     return standalone(shown, width=360, height=220)
 
 
 def _values(run: Run, state: str) -> dict[str, Any]:
-    """Return what the template shows."""
-    told = shown_replies(run.folder / "transcripts.jsonl")
+    """Return the values of the template."""
+    replies = select_replies(run.folder / "transcripts.jsonl")
     (first, more), changes = panels.shown(run), _changes(run)
     curves = [*_limit(run), *first]
-    parts = {"Curves": curves, "Replies": told, "Environment": True, "Configuration": changes}
-    return told | {
+    parts = {"Curves": curves, "Replies": replies, "Environment": True, "Configuration": changes}
+    return replies | {
         "title": run.experiment,
-        "sections": [name for name, there in parts.items() if there],
+        "sections": [name for name, present in parts.items() if present],
         "status": run.status,
         "errors": sorted(f.name for f in (run.folder / "errors").glob("rank*.txt")),
         "left": _left(run),
@@ -60,7 +60,7 @@ def _values(run: Run, state: str) -> dict[str, Any]:
         "notes": panels.notes_of(run, "error", "warn"),
         "explained": panels.notes_of(run, "info"),
         "tiles": summary.tiles(run),
-        "of_python": summary.of_python(run),
+        "python_reward": summary.python_reward(run),
         "commands": _commands(run, state),
         "curves": curves,
         "more_curves": more,
@@ -71,23 +71,23 @@ def _values(run: Run, state: str) -> dict[str, Any]:
 
 
 def _limit(run: Run) -> Iterator[panels.Figure]:
-    """Draw what was reached below what can be, if the reference was sampled (mode=limit)."""
-    limit = known_limit(run.folder)
-    if limit is not None and (drawn := frontier.picture(run, limit)):
-        yield panels.Figure(drawn, frontier.caption(run, limit), [ACCURACY, EVAL_KL])
+    """Draw the run below the optimal frontier, if the reference was sampled (mode=frontier)."""
+    limit = find_limit(run.folder)
+    if limit is not None and (picture := frontier.picture(run, limit)):
+        yield panels.Figure(picture, frontier.caption(run, limit), [ACCURACY, EVAL_KL])
 
 
 def _left(run: Run) -> str:
-    """Return how much is left of a run, "" if that is not known."""
+    """Return the iterations and time left of a run, "" if unknown."""
     total, each = dig(run.config, "trainer", "num_iterations"), run.last_ten_mean(TIME)
     left = (total or 0) - (run.metrics[-1][ITERATION] if run.metrics else 0)
     return f"{left} iterations to go, about {duration(left * each)}" if each and left > 0 else ""
 
 
 def _commands(run: Run, state: str) -> dict[str, str | None]:
-    """Return how to repeat a run, to talk to a finished one, to go on with another."""
+    """Return the commands that repeat a run, chat with a finished one, or resume it."""
     folder = run.folder.resolve()
-    out = {"repeat": None if summary.of_python(run) else summary.repeat_command(run)}
+    out = {"repeat": None if summary.python_reward(run) else summary.repeat_command(run)}
     if state == "finished":
         out["chat"] = summary.chat_command(folder, run)
     elif state != "running":
@@ -96,9 +96,9 @@ def _commands(run: Run, state: str) -> dict[str, str | None]:
 
 
 def _changes(run: Run) -> list[list[str]]:
-    """Return a table of what the run and its experiment changed, [] if nothing is known of it.
+    """Return a table of the keys that the run and its experiment changed, [] if unknown.
 
-    Keys that follow another (`${kl.where}`) are left out: the other one is there.
+    Keys that interpolate another (`${kl.where}`) are left out: the other key is listed.
     """
     if not (run.config and run.defaults):
         return []

@@ -1,4 +1,4 @@
-"""What a run came to, in a few numbers, and the command that goes on with it."""
+"""The result of a run in a few numbers, and the commands that resume, repeat or use it."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ from trainer.runs.folders import quoted, script
 from trainer.runs.redact import redact_text
 from trainer.runs.run_files import PLACES, Run, dig, number
 
-GAINS = {  # of those before the accuracies only the first that a run has
+GAINS = {  # only the first one before the accuracies that a run has
     "reward/raw_mean": "task reward",
     "reward/mean": "reward",
     "preference/accuracy": "preference accuracy",
@@ -20,7 +20,7 @@ GAINS = {  # of those before the accuracies only the first that a run has
 
 
 def tiles(run: Run) -> dict[str, str]:
-    """Return the few numbers that tell how a run went: first, and last or mean of the last ten."""
+    """Return the main numbers of a run: first value, and last or mean of the last ten."""
     out: dict[str, str] = {}
     rows = number(run.status.get("held_out"))
     few = f", of {rows:g} prompt{'s' * (rows > 1)}" if rows and rows < 100 else ""
@@ -34,8 +34,8 @@ def tiles(run: Run) -> dict[str, str]:
     if kl := run.last_ten("kl/ref_sequence"):
         note = f", last {len(kl)}" * (len(kl) > 1)
         out[f"KL to the reference, nats per reply{note}"] = nats(sum(kl) / len(kl))
-    if held := [kl for at, kl in run.series("eval/kl_ref_sequence") if at]:
-        out["KL of the held-out replies, nats"] = nats(held[-1])
+    if kls := [kl for at, kl in run.series("eval/kl_ref_sequence") if at]:
+        out["KL of the held-out replies, nats"] = nats(kls[-1])
     if run.metrics:
         if (share := number(run.metrics[-1].get("kl/efficiency"))) is not None:
             out["KL efficiency"] = short(share)
@@ -47,15 +47,15 @@ def tiles(run: Run) -> dict[str, str]:
     return out
 
 
-def in_one_line(run: Run) -> str:
-    """Return what a run came to for a terminal: the numbers of its tiles."""
-    told = ((re.sub(r"[^,]*(last \d+)", r" (\1)", t).split(", "), v) for t, v in tiles(run).items())
-    each = (" ".join([name, value, *notes]) for (name, *notes), value in told)
+def summary_line(run: Run) -> str:
+    """Return the result of a run as one line for a terminal: the numbers of its tiles."""
+    rows = ((re.sub(r"[^,]*(last \d+)", r" (\1)", t).split(", "), v) for t, v in tiles(run).items())
+    each = (" ".join([name, value, *notes]) for (name, *notes), value in rows)
     return ", ".join(each).replace("\u2192", "->")
 
 
 def chat_command(folder: Path, run: Run) -> str | None:
-    """Return the command that chats with what a run trained; None for a model that rates."""
+    """Return the command that chats with a run's model; None for a reward model."""
     rates = str(dig(run.config, "policy", "_target_")).endswith("load_reward_model")
     return None if rates else resume_command(folder, mode="chat")
 
@@ -64,13 +64,13 @@ NOTHING = "nothing is saved: it ended before its first checkpoint; begin again w
 
 
 def resume_command(folder: Path, *, mode: str = "") -> str:
-    """Return the command that goes on with a run, or does something else with its model."""
-    what = f"mode={mode} " if mode else ""
-    return f"python {shlex.quote(script())} {what}resume={shlex.quote(hydra_path(folder))}"
+    """Return the command that resumes a run, or runs another mode on its model."""
+    prefix = f"mode={mode} " if mode else ""
+    return f"python {shlex.quote(script())} {prefix}resume={shlex.quote(hydra_path(folder))}"
 
 
 def hydra_path(path: Path) -> str:
-    """Return a path as Hydra reads it back: in quotes where it has a sign of its grammar.
+    """Return a path for Hydra's grammar: quoted if it has a special character.
 
     >>> hydra_path(Path("outputs/my run")), hydra_path(Path("multirun/kl.coeff=0.1"))
     ('outputs/my run', '"multirun/kl.coeff=0.1"')
@@ -80,7 +80,7 @@ def hydra_path(path: Path) -> str:
 
 
 def repeat_command(run: Run) -> str:
-    """Return the command that repeats a run, without its place; "" if Hydra did not start it."""
+    """Return the command that repeats a run in a new folder; "" if Hydra did not start it."""
     left_out = (*(f"{key}=" for key in PLACES), "hydra.")
     words = [redact_text(word) for word in run.words if not word.startswith(left_out)]
     named = [word for word in words if word.startswith("experiment=")]
@@ -89,8 +89,8 @@ def repeat_command(run: Run) -> str:
     return shlex.join(["python", script(), *first, *rest]) if run.words else ""
 
 
-def of_python(run: Run) -> bool:
-    """Tell whether a reward is a function that Python gave, which no command line can name."""
+def python_reward(run: Run) -> bool:
+    """Return whether a reward is a Python function, which no command line can name."""
     rewards = dig(run.config, "env", "rewards")
     nodes = rewards.values() if isinstance(rewards, dict) else ()
     return any(dig(node, "_target_") == "envs.rewards.Registered" for node in nodes)

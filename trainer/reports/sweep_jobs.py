@@ -1,8 +1,8 @@
-"""What the jobs of a sweep reached, read from their files, finished or not.
+"""Read the results of the jobs of a sweep from their files, finished or not.
 
 Reward and KL of a job are means over its last ten iterations, at most a quarter of them; the reward
-is the task's alone, without a KL part. Jobs are called after what differs between them; those that
-differ in the seed alone are one setting.
+is the task's, without a KL part. Jobs are named by the keys that differ between them; jobs that
+differ only in the seed are one setting.
 """
 
 import csv
@@ -20,13 +20,13 @@ from typing import Any
 from trainer.limit import ACCURACY, EVAL_KL, EVAL_REWARD, FILE, Limit, read_limit
 from trainer.reports.formats import leaves, nats, one_line, short
 from trainer.reports.summary import hydra_path, repeat_command
-from trainer.runs.find import find_jobs
+from trainer.runs.discover import find_jobs
 from trainer.runs.folders import script
 from trainer.runs.lock import is_free
 from trainer.runs.redact import redact, redact_text
 from trainer.runs.run_files import PLACES, Run, dig, is_sweep, load_run, number, read_yaml
 
-PLAN = "sweep.json"  # its words, the folders of its jobs, and whether the sweep has ended
+PLAN = "sweep.json"  # the words of a sweep, the folders of its jobs, and whether it has ended
 OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
 EFFICIENCY, DRIFT = "kl/efficiency", "kl/behaviour"
 COLUMNS = {"objective": (OBJECTIVE, short), "reward": (REWARD, short), "KL": (KL, nats)}
@@ -34,7 +34,7 @@ COLUMNS = {"objective": (OBJECTIVE, short), "reward": (REWARD, short), "KL": (KL
 
 @dataclass(frozen=True)
 class Job:
-    """A job, by the name of its folder; `reached`: its state and metrics, a column each."""
+    """A job, named by its folder; `reached`: its state and metrics, by column."""
 
     name: str
     run: Run
@@ -53,9 +53,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Setting:
-    """Jobs that differ in the seed alone; `label`: its name in the picture.
+    """Jobs that differ only in the seed; `label`: the name in the picture.
 
-    Its numbers are those of finished jobs only, or of all jobs if none has finished.
+    Numbers are over finished jobs, or over all jobs if none has finished.
     """
 
     name: str
@@ -69,29 +69,29 @@ class Setting:
     @property
     def state(self) -> str:
         """Return the states of its jobs: "finished", or "2 finished, 1 failed"."""
-        states = counted(job.state for job in self.jobs)
+        states = count_states(job.state for job in self.jobs)
         return states.removeprefix("1 ") if len(self.jobs) == 1 else states
 
     def spots(self, by: str = REWARD) -> list[tuple[float, float]]:
-        """List KL and `by` of its jobs, both of the same prompts where they can be."""
+        """List KL and `by` of its jobs, on the same prompts where possible."""
         out = []
         for reached in (job.reached for job in self.finished or self.jobs):
-            held = None if by == REWARD else reached[EVAL_KL]
-            spot = (reached[KL] if held is None else held, reached.get(by))
+            eval_kl = None if by == REWARD else reached[EVAL_KL]
+            spot = (reached[KL] if eval_kl is None else eval_kl, reached.get(by))
             out += [spot] if None not in spot else []
         return out
 
     def place(self, by: str = REWARD) -> tuple[float, float]:
-        """Return the mean of its spots."""
+        """Return the mean of the spots."""
         return _middle(self.spots(by))
 
     def mean(self, name: str) -> float | None:
-        """Average a column over the jobs, None where one of them lacks it."""
+        """Average a column over the jobs; None if one of them lacks it."""
         values = [job.reached[name] for job in self.finished or self.jobs]
         return None if None in values else fmean(values)
 
     def cell(self, name: str) -> str:
-        """Return a column as text: of several jobs the mean, the lowest and the highest."""
+        """Return a column as text; for several jobs mean, lowest and highest."""
         values = [job.reached[name] for job in self.finished or self.jobs]
         if None in values:
             return ""
@@ -111,9 +111,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The jobs of a multirun folder. `left`: jobs that have not begun; `live`: whether it runs.
+    """The jobs of a multirun folder. `left`: number of jobs not started; `live`: whether it runs.
 
-    `live` is None where nobody wrote it down. `command` continues the sweep.
+    `live` is None without a record. `command` continues the sweep.
     """
 
     folder: Path
@@ -124,19 +124,19 @@ class Sweep:
 
     @property
     def state(self) -> str:
-        """Return "running", "finished" or "stopped"; "" where nobody wrote it down."""
+        """Return "running", "finished" or "stopped"; "" without a record."""
         over = all(job.state in ("finished", "failed") for job in self.jobs) and not self.left
         return {None: "", True: "running", False: "finished" if over else "stopped"}[self.live]
 
     @property
     def unfinished(self) -> bool:
-        """Whether the sweep is over though jobs are not finished."""
+        """Return whether the sweep has ended with unfinished jobs."""
         missing = self.left or any(job.state != "finished" for job in self.jobs)
         return self.live is False and bool(missing)
 
 
 def load_sweep(folder: str | Path) -> Sweep:
-    """Read a multirun folder, whatever state it is in."""
+    """Read a multirun folder in any state."""
     folder = Path(folder)
     plan = read_yaml(folder / PLAN)  # JSON is YAML
     live = not plan.get("ended") and not is_free(folder) if plan else None
@@ -148,7 +148,7 @@ def load_sweep(folder: str | Path) -> Sweep:
 
 
 def load_jobs(folder: Path) -> Sequence[Job]:
-    """Read the jobs of a sweep, or a run as the only job, by the name of its experiment."""
+    """Read the jobs of a sweep, or a run as a single job named by its experiment."""
     if is_sweep(folder):
         return load_sweep(folder).jobs
     run = load_run(folder)
@@ -156,29 +156,29 @@ def load_jobs(folder: Path) -> Sequence[Job]:
 
 
 def gather(folders: Sequence[Path]) -> Sweep:
-    """Make a sweep of runs from anywhere, each a setting that is called after its folder.
+    """Return a sweep of any runs, each a setting named by its folder.
 
-    The keys of their command lines in which they differ stand before what they reached.
+    The command-line keys in which they differ come before the results.
     """
     names = [folder.resolve().name for folder in folders]
     names = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
     jobs = [_job(load_run(f), name) for f, name in zip(folders, names, strict=True)]
-    wholes = [dict(leaves(redact(job.run.config))) | job.overrides for job in jobs]
+    configs = [dict(leaves(redact(job.run.config))) | job.overrides for job in jobs]
     keys = dict.fromkeys(key for job in jobs for key in job.overrides)
-    differ = [key for key in keys if len({str(whole.get(key, "-")) for whole in wholes}) > 1]
+    differ = [key for key in keys if len({str(config.get(key, "-")) for config in configs}) > 1]
     gathered = []
-    for job, whole in zip(jobs, wholes, strict=True):
-        values = {key: str(whole.get(key, "-")) for key in differ}
+    for job, config in zip(jobs, configs, strict=True):
+        values = {key: str(config.get(key, "-")) for key in differ}
         gathered.append(replace(job, overrides={}, reached=values | job.reached))
     return Sweep(Path(), gathered)
 
 
 def _job(run: Run, name: str) -> Job:
     def trained(metric: str) -> float | None:
-        """Return the last value, unless that is the one before training."""
+        """Return the last value after training started."""
         return next((value for at, value in run.series(metric)[-1:] if at >= 1), None)
 
-    limit = known_limit(run.folder)
+    limit = find_limit(run.folder)
     reached = {
         "state": run.state,
         OBJECTIVE: number(run.status.get("objective")),
@@ -198,13 +198,13 @@ def _job(run: Run, name: str) -> Job:
 
 
 def varying(jobs: Sequence[Job]) -> list[str]:
-    """List the keys in which the jobs differ, as far as they have them: one may not have begun."""
+    """List the keys in which the jobs differ; a job that has not started has no keys."""
     pairs = dict.fromkeys(pair for job in jobs for pair in job.overrides.items())
     return [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
 
 
 def grouped(jobs: Sequence[Job]) -> list[Setting]:
-    """Put the jobs of a setting together."""
+    """Group jobs into settings."""
     differ = varying(jobs)
     keys = [key for key in differ if key != "seed"]
     settings: dict[str, list[Job]] = {}
@@ -216,7 +216,7 @@ def grouped(jobs: Sequence[Job]) -> list[Setting]:
 
 
 def comparable(jobs: Sequence[Job]) -> bool:
-    """Return whether all jobs start from one model and are judged on one task in one way."""
+    """Return whether all jobs share the start model, the task and the evaluation."""
     keys = ("policy", "env", "eval", "kl.reference", "kl.refresh_every")
     runs = [job.run for job in jobs if job.run.metrics]
     seen = {
@@ -227,9 +227,9 @@ def comparable(jobs: Sequence[Job]) -> bool:
 
 
 def start(jobs: Sequence[Job], by: str) -> tuple[float, float] | None:
-    """Return KL and reward (or accuracy) before training, the mean over jobs of one start.
+    """Return KL and reward (or accuracy) before training, averaged over comparable jobs.
 
-    The replies of the first iteration are those of the model before any step.
+    The replies of the first iteration are sampled before any step.
     """
     spots = []
     for run in (job.run for job in jobs):
@@ -246,10 +246,9 @@ def _middle(spots: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def best(jobs: Sequence[Job]) -> Setting | None:
-    """Return the setting whose finished jobs have the highest mean objective; of one job, None.
+    """Return the setting whose finished jobs have the highest mean objective; None for one job.
 
-    At equal ones that with the lower KL. Not that of the best job: with many seeds it is the
-    luckiest.
+    Ties are broken by the lower KL. The best single job would be the luckiest seed.
     """
     ended = [s for s in grouped(jobs) if s.finished and s.mean(OBJECTIVE) is not None]
     ended.sort(key=lambda s: s.mean(KL) or 0.0)
@@ -257,7 +256,7 @@ def best(jobs: Sequence[Job]) -> Setting | None:
 
 
 def results(sweep: Sweep) -> list[str]:
-    """Return what a sweep came to for a terminal: a line per setting, the best, what is left."""
+    """Return the results of a sweep for a terminal: a line per setting, the best, jobs left."""
     rows = [["setting", *COLUMNS, "state"]]
     for setting in grouped(sweep.jobs):
         means = [(form, setting.mean(key)) for key, form in COLUMNS.values()]
@@ -265,9 +264,9 @@ def results(sweep: Sweep) -> list[str]:
         rows.append([one_line(setting.name, 48), *cells, setting.state])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows if sweep.jobs]
-    if found := best(sweep.jobs):
-        lines.append(f"best     {found.name} ({found.numbers()})")
-        lines.append(f"again    {repeat_command(found.finished[0].run)}")
+    if winner := best(sweep.jobs):
+        lines.append(f"best     {winner.name} ({winner.numbers()})")
+        lines.append(f"again    {repeat_command(winner.finished[0].run)}")
     if sweep.unfinished:
         left = f"{sweep.left} not begun; " if sweep.left else ""
         lines.append(f"{left}continue with: {sweep.command}")
@@ -275,7 +274,7 @@ def results(sweep: Sweep) -> list[str]:
 
 
 def as_csv(jobs: Sequence[Job]) -> str:
-    """Return a line per job: its overrides and what it reached."""
+    """Return a CSV line per job: its overrides and results."""
     text = io.StringIO()
     rows = [{"job": job.name, **job.overrides, **job.reached} for job in jobs]
     keys = dict.fromkeys(key for job in jobs for key in job.overrides)
@@ -287,47 +286,47 @@ def as_csv(jobs: Sequence[Job]) -> str:
 
 
 def task_reward(run: Run) -> str:
-    """Name the metric of the task's reward: that without a KL part, where a run has it."""
+    """Return the metric of the task's reward, without a KL part if a run logs that."""
     return REWARD if run.series(REWARD) else "reward/mean"
 
 
-def counted(states: Iterable[str]) -> str:
-    """Return how many are in which state: "2 finished, 1 failed"."""
+def count_states(states: Iterable[str]) -> str:
+    """Count jobs by state: "2 finished, 1 failed"."""
     return ", ".join(f"{count} {state}" for state, count in Counter(states).items())
 
 
 def held_out(run: Run, metric: str) -> list[tuple[float, float, float]]:
-    """List (iteration, value, KL in nats) of the evaluations that measured a metric and the KL."""
+    """List (iteration, value, KL in nats) of evaluations with a metric and the KL."""
     kls = dict(run.series(EVAL_KL))
     return [(at, value, kls[at]) for at, value in run.series(metric) if at in kls]
 
 
 def efficiency(run: Run, limit: Limit) -> float | None:
     """Return the KL efficiency of the last evaluation."""
-    found = held_out(run, limit.metric)
-    return limit.efficiency(limit.metric, *found[-1][1:]) if found else None
+    evaluations = held_out(run, limit.metric)
+    return limit.efficiency(limit.metric, *evaluations[-1][1:]) if evaluations else None
 
 
-def known_limit(folder: Path) -> Limit | None:
-    """Return the limit of a run or sweep: its own, or that of the sweep around it.
+def find_limit(folder: Path) -> Limit | None:
+    """Return the limit of a run or sweep, else that of the sweep around it.
 
-    None if it is of other held-out rows than the run evaluates.
+    None if it has other held-out rows than the run evaluates.
     """
     around = [parent for parent in folder.resolve().parents[:3] if is_sweep(parent)]
     path = next((p / FILE for p in (folder, *around) if (p / FILE).is_file()), None)
     limit = _read(path, path.stat().st_mtime_ns) if path else None
-    return limit if limit and of_same_rows(limit, folder) else None
+    return limit if limit and has_same_rows(limit, folder) else None
 
 
-def limit_of(sweep: Sweep) -> Limit | None:
-    """Return the limit of a sweep: its own, or a job's where all start from one model."""
+def find_sweep_limit(sweep: Sweep) -> Limit | None:
+    """Return the limit of a sweep, else that of a job if the jobs are comparable."""
     folders = [sweep.folder]
     folders += [job.run.folder for job in sweep.jobs] if comparable(sweep.jobs) else []
-    return next(filter(None, map(known_limit, folders)), None)
+    return next(filter(None, map(find_limit, folders)), None)
 
 
-def of_same_rows(limit: Limit, folder: Path) -> bool:
-    """Return whether it is of as many rows as a run evaluates; a sweep has no count of its own."""
+def has_same_rows(limit: Limit, folder: Path) -> bool:
+    """Return whether a limit has as many rows as a run evaluates; True for a sweep."""
     return read_yaml(folder / "status.json").get("held_out") in (None, limit.num_prompts)
 
 

@@ -1,4 +1,4 @@
-"""The pages of a sweep, written again and again while it goes on: sweep.html and sweep.csv."""
+"""Write sweep.html and sweep.csv, which are updated while a sweep runs."""
 
 import math
 import os
@@ -27,21 +27,21 @@ from trainer.reports.sweep_jobs import (
     as_csv,
     best,
     comparable,
-    counted,
+    count_states,
+    find_sweep_limit,
     gather,
     grouped,
-    limit_of,
     load_sweep,
     task_reward,
     varying,
 )
 from trainer.runs.run_files import dig, read_lines
 
-# in the order in which a run takes them
+# in the order of a run's preference
 OBJECTIVES = (ACCURACY, "eval/greedy_accuracy", "reward/mean", "loss/total")
-MOVES = 1e-4  # nats per token to the sampler; with one step on a batch it is rounding
+MOVES = 1e-4  # nats per token to the sampler; with one step per batch it is rounding
 PROMPTS, SETTINGS = 8, 6  # at most, of replies side by side
-READ = 2**20  # bytes of a file: replies before training stand at its start, those after at its end
+READ = 2**20  # bytes of a file: replies before training are at its start, those after at its end
 
 Links = dict[str, dict[str, str]]  # text and page of each job
 
@@ -57,27 +57,27 @@ def write_sweep(folder: str | Path) -> Path:
 
 
 def write_comparison(folders: Sequence[Path]) -> Path:
-    """Write compare.html, the page of a sweep that is made of any runs, into this folder."""
+    """Write compare.html, the sweep page of any runs, into the current folder."""
     path, words = Path("compare.html"), shlex.join(map(str, folders))
-    told = {"heading": "Comparison of runs", "rewrite": f"python -m trainer.reports {words}"}
-    write_page(path, "sweep.html.j2", **_values(gather(folders)) | told)
+    texts = {"heading": "Comparison of runs", "rewrite": f"python -m trainer.reports {words}"}
+    write_page(path, "sweep.html.j2", **_values(gather(folders)) | texts)
     return path
 
 
 def sweep_svg(folder: str | Path) -> str:
     """Draw the frontier of a multirun folder as a standalone SVG document."""
     sweep = load_sweep(folder)
-    limit = limit_of(sweep)
+    limit = find_sweep_limit(sweep)
     by = limit.metric if limit else REWARD
-    drawn = frontier(sweep.jobs, width=480, height=340, by=by, limit=limit)
-    return standalone([drawn], width=480, height=340)
+    picture = frontier(sweep.jobs, width=480, height=340, by=by, limit=limit)
+    return standalone([picture], width=480, height=340)
 
 
 def _values(sweep: Sweep) -> dict[str, Any]:
-    """Return what the template shows."""
+    """Return the values of the template."""
     jobs, settings, keys = sweep.jobs, grouped(sweep.jobs), varying(sweep.jobs)
-    limit, found = limit_of(sweep), best(jobs)
-    winner = found.finished[0].run if found else None
+    limit, top = find_sweep_limit(sweep), best(jobs)
+    winner = top.finished[0].run if top else None
     begun = [setting for setting in settings if any(job.run.metrics for job in setting.jobs)]
     links = {job.name: {"text": job.label(keys), "page": _page(job, sweep)} for job in jobs}
     warned: dict[tuple[str, str], list[dict[str, str]]] = {}
@@ -91,7 +91,7 @@ def _values(sweep: Sweep) -> dict[str, Any]:
         "progress": _progress(sweep),
         "going": [{**links[job.name], "at": _at(job)} for job in jobs if job.state == "running"],
         "rewrite": f"python -m trainer.reports {shlex.quote(str(sweep.folder.resolve()))}",
-        "best": found,
+        "best": top,
         "again": repeat_command(winner) if winner else "",
         "objective": next((m for m in OBJECTIVES if winner and winner.series(m)), ""),
         "averaged": AVERAGED,
@@ -108,23 +108,23 @@ def _values(sweep: Sweep) -> dict[str, Any]:
 def _pictures(
     settings: Sequence[Setting], jobs: Sequence[Job], limit: Limit | None
 ) -> dict[str, str]:
-    """Draw reward, and what is held out, against KL; a click changes between them."""
+    """Draw reward and held-out metrics against KL; buttons switch between them."""
     by = {"reward": REWARD, "accuracy": ACCURACY, "held-out reward": EVAL_REWARD}
-    if limit:  # what it is of goes first
+    if limit:  # its metrics come first
         by["reward"] = by.pop("reward")
     by = {name: metric for name, metric in by.items() if any(s.spots(metric) for s in settings)}
     size = {"width": 420, "height": 320}
-    drawn = {name: frontier(jobs, by=metric, limit=limit, **size) for name, metric in by.items()}
+    pictures = {name: frontier(jobs, by=metric, limit=limit, **size) for name, metric in by.items()}
     metric = by.get("accuracy", REWARD)
     moved = (job for job in jobs if (job.reached[DRIFT] or 0.0) > MOVES)
     if any(job.reached[metric] is not None for job in moved):
-        drawn["KL to the sampler"] = frontier(jobs, by=metric, sampler=True, **size)
-    return drawn
+        pictures["KL to the sampler"] = frontier(jobs, by=metric, sampler=True, **size)
+    return pictures
 
 
 def _progress(sweep: Sweep) -> str:
-    """Return how many jobs are in which state, and how long the rest may take."""
-    states = [counted(sorted(job.state for job in sweep.jobs))] if sweep.jobs else []
+    """Return the number of jobs by state, and the time left."""
+    states = [count_states(sorted(job.state for job in sweep.jobs))] if sweep.jobs else []
     if sweep.left:
         states.append(f"{sweep.left} {'to come' if sweep.live else 'not begun'}")
     line = f"{len(sweep.jobs) + sweep.left} jobs: {', '.join(states)}"
@@ -142,13 +142,13 @@ def _at(job: Job) -> str:
 
 
 def _page(job: Job, sweep: Sweep) -> str:
-    """Return the address of a job's page, "" if there is none yet."""
+    """Return the address of a job's page, "" if it has none yet."""
     page = job.run.folder / "report.html"
     return quote(os.path.relpath(page, sweep.folder)) if page.is_file() else ""
 
 
 def _tables(jobs: Sequence[Job], settings: Sequence[Setting], links: Links) -> list[dict[str, Any]]:
-    """Return a table of settings, where one has several jobs, and a table of jobs."""
+    """Return a table of settings, if one has several jobs, and a table of jobs."""
     keys, single = varying(jobs), [Setting(job.name, "", [job]) for job in jobs]
     tables = [_table(single, keys, links)] if jobs else []
     if len(settings) < len(jobs):
@@ -157,7 +157,7 @@ def _tables(jobs: Sequence[Job], settings: Sequence[Setting], links: Links) -> l
 
 
 def _table(settings: Sequence[Setting], keys: Sequence[str], links: Links) -> dict[str, Any]:
-    """Return names and rows of what differs between settings, and what does not."""
+    """Return columns and rows that differ between settings, and the values that do not."""
     first = {key: [s.jobs[0].overrides.get(key, "-") for s in settings] for key in keys}
     columns, same = first or {"job": [setting.name for setting in settings]}, {}
     for title in settings[0].jobs[0].reached:
@@ -165,7 +165,7 @@ def _table(settings: Sequence[Setting], keys: Sequence[str], links: Links) -> di
         if len(set(cells)) == 1:
             same |= {title: cells[0]} if cells[0] else {}
         elif cells not in columns.values() and title.replace("/", ".") not in columns:
-            columns[title] = cells  # but not kl/coeff beside kl.coeff
+            columns[title] = cells  # but not kl/coeff in addition to kl.coeff
     rows = [
         [{"text": name, "page": links[s.jobs[0].name]["page"] if len(s.jobs) == 1 else ""}, *cells]
         for s, (name, *cells) in zip(settings, zip(*columns.values(), strict=True), strict=True)
@@ -174,7 +174,7 @@ def _table(settings: Sequence[Setting], keys: Sequence[str], links: Links) -> di
 
 
 def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[Figure]:
-    """Draw the curves of all jobs over each other; the seeds of a setting share a hue."""
+    """Draw the curves of all jobs in one chart; the seeds of a setting share a hue."""
     for panel in (panel for panel in MAIN if panel.swept):
         series = []
         for hue, job in ((hue, job) for hue, setting in enumerate(begun) for job in setting.jobs):

@@ -1,4 +1,4 @@
-"""`experiment:<name>` as a model: that experiment is trained first, once, and kept. Torch-free."""
+"""Models named `experiment:<name>`: train that experiment once and cache it. Torch-free."""
 
 import hashlib
 import inspect
@@ -13,17 +13,17 @@ from typing import Any
 
 from policies.cache import build_once, cache_dir
 from trainer.runs.failures import say
-from trainer.runs.lock import held
+from trainer.runs.lock import locked
 from trainer.runs.run_files import PREFIX
 
-Compose = Callable[[str], dict[str, Any]]  # the configuration of an experiment, by its name
-IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight")  # to what is learnt
+Compose = Callable[[str], dict[str, Any]]  # from the name of an experiment to its configuration
+IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight")  # to the trained weights
 
 
 def resolve_experiment(name: str, compose: Compose, start: Callable[[dict, Path], None]) -> str:
-    """Return the model folder of experiment:<name>, from the cache or by running it by `start`.
+    """Return the model folder of experiment:<name>, from the cache or by training with `start`.
 
-    Any name of another kind is returned as it is.
+    Other names are returned unchanged.
     """
     if not name.startswith(PREFIX):
         return name
@@ -33,8 +33,8 @@ def resolve_experiment(name: str, compose: Compose, start: Callable[[dict, Path]
 
     def build(work: Path) -> dict[str, Any]:
         say(f"{experiment} is not in the cache yet: running it first")
-        run_folder = folder.with_name(f"{folder.name}.run")  # outlives a failure, for its errors
-        with held(run_folder):  # a killed one may still be ending
+        run_folder = folder.with_name(f"{folder.name}.run")  # kept after a failure
+        with locked(run_folder):  # a killed run may still be ending
             shutil.rmtree(run_folder, ignore_errors=True)
         start({**config, "experiment": experiment, "kept_in": str(folder)}, run_folder)
         (run_folder / "model").rename(work / "model")
@@ -46,13 +46,13 @@ def resolve_experiment(name: str, compose: Compose, start: Callable[[dict, Path]
 
 
 def cache_folder(experiment: str, config: dict[str, Any]) -> Path:
-    """Return the folder of the cache for an experiment with this configuration.
+    """Return the cache folder of an experiment with this configuration.
 
-    Its key is made of the configuration, the source files of the task and leash's version.
+    The key hashes the configuration, the source files of the task and leash's version.
     """
-    kept = {k: v for k, v in config.items() if k not in IRRELEVANT}
+    relevant = {k: v for k, v in config.items() if k not in IRRELEVANT}
     sources = _sources(config.get("env", {}).get("task"))
-    text = json.dumps([kept, version("leash"), *sources], sort_keys=True)
+    text = json.dumps([relevant, version("leash"), *sources], sort_keys=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:12]
     return cache_dir() / "experiments" / f"{experiment}-{key}"
 
@@ -65,7 +65,7 @@ def _sources(task: Any) -> list[str]:
 
 
 def without_training(node: Any, compose: Compose) -> Iterator[str]:
-    """Replace each experiment:<name> by its model, or by what it starts from; yield the latter."""
+    """Replace each experiment:<name> by its cached or its start model; yield the latter."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, dict | list):
             yield from without_training(value, compose)

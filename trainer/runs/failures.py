@@ -1,7 +1,7 @@
-"""What ended a run badly: one line for its user, the traceback in errors/rank<k>.txt. Torch-free.
+"""Report failures: one line for the user, the traceback in errors/rank<k>.txt. Torch-free.
 
-A ValueError or OSError of Python's own kind is told by its message alone, any other error with its
-class and the place of its traceback. Secrets are hidden in both.
+The line of a built-in ValueError or OSError is its message; other errors add their class and the
+path of the traceback. Secrets are hidden in both.
 """
 
 import json
@@ -18,15 +18,15 @@ from trainer.runs.redact import redact_text
 from trainer.runs.run_files import read_status
 from trainer.runs.run_log import TERMINAL, VERBOSE
 
-# By what Python, C or the Rust of safetensors says: disk, quota, `ulimit -f` and read-only disks.
+# Messages of Python, C and safetensors (Rust): full disk, quota, `ulimit -f`, read-only disk.
 UNWRITABLE = re.compile(
     r"No space left on device|Disk quota exceeded|File too large|Read-only file system"
     r"|os error (?:27|28|30|122)\b"
 )
 MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
 LOST = re.compile(r"Connection (closed|reset) by peer|remote process exited|Broken pipe.*gloo")
-TRACEBACKS = "LEASH_TRACEBACKS"  # the HYDRA_FULL_ERROR of the user, for the processes of a run
-LONG, LONGEST = 2_000, 1 << 20  # letters of a line, and of a traceback: a policy may write them
+TRACEBACKS = "LEASH_TRACEBACKS"  # the user's HYDRA_FULL_ERROR, for the processes of a run
+LONG, LONGEST = 2_000, 1 << 20  # characters of a line and of a traceback, which may quote a reply
 LESS_MEMORY = (
     "lower trainer.micro_batch_tokens (training) or algorithm.group_size (generation), or set "
     "policy.dtype=bfloat16"
@@ -34,7 +34,7 @@ LESS_MEMORY = (
 
 
 def headline(error: BaseException) -> str:
-    """Return an error as one line: its message if that is meant for users, else with its class.
+    """Return an error as one line: its message if it is written for users, else with its class.
 
     >>> headline(ValueError("expected a, got b")), headline(KeyError("a"))
     ('expected a, got b', "KeyError: 'a'")
@@ -55,33 +55,33 @@ def headline(error: BaseException) -> str:
     return " ".join([plain, *(f"({note})" for note in getattr(error, "__notes__", ()))])
 
 
-def last_words(folder: Path, error: BaseException) -> int:
-    """Write down why this process ends, its one line first, and return its exit code.
+def record_failure(folder: Path, error: BaseException) -> int:
+    """Write the failure of this process to errors/rank<k>.txt; return its exit code.
 
-    The first rank to fail prints the line where no launcher of ours does, or where no file could
-    be written.
+    The first rank to fail prints the line itself if leash's launcher did not start it, or if no
+    file could be written.
     """
     path, line = folder / "errors" / f"rank{os.environ.get('RANK', '0')}.txt", headline(error)
     if line.startswith(type(error).__name__):
         line += f" (traceback: {path})"
     line = redact_text(line)[:LONG]
     text = redact_text("".join(traceback.format_exception(error))[:LONGEST])
-    with suppress(OSError):  # the disk may be what failed, or the folder be gone
+    with suppress(OSError):  # the disk may be full, or the folder removed
         path.parent.mkdir(exist_ok=True)
         write_text(path, f"{line}\n\n{text}")
-    noted = noted_errors(folder)
+    noted = read_errors(folder)
     first, cause = noted[0] if noted else (path, line)  # the rank that failed first
     written = is_main_rank() and close_status(folder, "failed", cause)
     alone = "LEASH_PARENT" not in os.environ
     if first == path and (alone or not (noted or written)):
-        complain(line)
+        print_error(line)
     else:
         show_traceback()
     return 1
 
 
-def noted_errors(folder: Path) -> list[tuple[Path, str]]:
-    """Return each rank's file and line, the rank that failed first in front."""
+def read_errors(folder: Path) -> list[tuple[Path, str]]:
+    """Return the error file and line of each rank, the rank that failed first in front."""
     files = [path for path in (folder / "errors").glob("rank*.txt") if path.is_file()]
     files.sort(key=lambda path: (path.stat().st_mtime_ns, path))
     lines = [(path, path.read_text(encoding="utf-8").partition("\n")[0]) for path in files]
@@ -89,9 +89,9 @@ def noted_errors(folder: Path) -> list[tuple[Path, str]]:
 
 
 def close_status(folder: Path, state: str, reason: str) -> bool:
-    """Write into status.json how a run ended, unless it is finished; return whether it is there.
+    """Write the end of an unfinished run to status.json; return whether that succeeded.
 
-    On a full disk it is written in place: a few more bytes fit into its block.
+    On a full disk the file is written in place: a few more bytes fit into its block.
     """
     if (status := read_status(folder)).get("state") == "finished":
         return True
@@ -106,33 +106,33 @@ def close_status(folder: Path, state: str, reason: str) -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line at once (rank 0); fall silent if nobody reads it or a log's disk is full."""
+    """Print a line immediately (rank 0); discard stdout if nothing reads it or its disk is full."""
     try:
         if is_main_rank():
             TERMINAL.info(text)
             print(text, flush=True)
-    except OSError:  # the work goes on
+    except OSError:  # the run continues
         silence()
 
 
 def silence() -> None:
-    """Send stdout nowhere: its reader has gone (`python train.py | head`), or its disk is full."""
+    """Discard stdout: its reader has ended (`python train.py | head`), or its disk is full."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def complain(error: object) -> None:
+def print_error(error: object) -> None:
     """Print an error as one line, without secrets."""
     text = headline(error) if isinstance(error, (ValueError, OSError)) else str(error)
     line = f"error: {redact_text(text)[:LONG]}"
     TERMINAL.info(line)
     show_traceback()
-    with suppress(OSError):  # nobody may be listening any more
+    with suppress(OSError):  # stderr may be closed
         print(line, file=sys.stderr, flush=True)
 
 
 def show_traceback() -> None:
-    """Print the traceback of the error in hand if HYDRA_FULL_ERROR or hydra.verbose asks for it."""
-    asked = VERBOSE in os.environ or os.environ.get(TRACEBACKS, "0") not in ("", "0")
-    if asked and sys.exc_info()[0]:
+    """Print the traceback of the current error if HYDRA_FULL_ERROR or hydra.verbose is set."""
+    enabled = VERBOSE in os.environ or os.environ.get(TRACEBACKS, "0") not in ("", "0")
+    if enabled and sys.exc_info()[0]:
         with suppress(OSError):
             print(redact_text(traceback.format_exc()[:LONGEST]), file=sys.stderr, flush=True)

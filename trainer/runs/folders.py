@@ -1,4 +1,4 @@
-"""Where a run may lie: a folder of its own that holds no other run."""
+"""Run folders: each holds at most one run."""
 
 import atexit
 import itertools
@@ -10,13 +10,13 @@ from functools import cache
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
-ASIDE = ".leash-"  # begins the name of a folder that is removed
+TEMPORARY = ".leash-"  # prefix of folders that are removed at exit
 RUN = "config.yaml status.json metrics.jsonl transcripts.jsonl report.html model errors checkpoints"
 
 
 @cache
 def unique_folder(parent: str) -> str:
-    """Reserve and return a dated folder that no other run has; the same one on every call."""
+    """Reserve and return a new dated folder; the same folder on every call."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for number in itertools.count(1):
         folder = Path(parent) / (stamp if number == 1 else f"{stamp}_{number}")
@@ -30,7 +30,7 @@ def unique_folder(parent: str) -> str:
 
 
 def script() -> str:
-    """Return train.py as a command names it that is typed where this process is."""
+    """Return the path of train.py for a command, relative to the current directory if below it."""
     near = os.path.relpath(SCRIPT)
     return str(SCRIPT) if near.startswith("..") else near
 
@@ -41,17 +41,17 @@ def is_main_rank() -> bool:
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether a run has begun in a folder, or something is there that one would replace."""
+    """Return whether a folder holds a run, or a file that a new run would replace."""
     return any((folder / name).exists() for name in RUN.split())
 
 
 def remove_unused(folder: Path) -> None:
-    """Remove a reserved folder that no run has got: at most Hydra has written its own there."""
+    """Remove a reserved folder that no run has used: it holds at most Hydra's files."""
     if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra"}:
         shutil.rmtree(folder)
 
 
 def quoted(text: str) -> str:
-    """Return a text as Hydra reads it back: backslashes count only before a quote."""
+    """Quote a text for Hydra's grammar: backslashes escape only before a quote."""
     text = re.sub(r'(\\*)"', r'\1\1\\"', text)
     return '"' + re.sub(r"(\\+)\Z", r"\1\1", text) + '"'

@@ -25,9 +25,9 @@ from policies.cache import write_text
 from trainer.early_stopping import Stopped, stop_reason
 from trainer.reports.report import write_report
 from trainer.runs.experiment_models import Compose, resolve_experiment
-from trainer.runs.failures import LESS_MEMORY, close_status, complain, noted_errors, say
+from trainer.runs.failures import LESS_MEMORY, close_status, print_error, read_errors, say
 from trainer.runs.folders import SCRIPT
-from trainer.runs.lock import RANK0, held, lock_folder
+from trainer.runs.lock import RANK0, lock_folder, locked
 from trainer.runs.run_files import load_run, read_status
 from trainer.runs.run_log import TERMINAL, run_log
 
@@ -35,35 +35,35 @@ from trainer.runs.run_log import TERMINAL, run_log
 # the docstrings that transformers reads.
 RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 RANK |= {"PYTHONOPTIMIZE", "SLURM_STEP_ID"}
-STOPPED = 143  # exit code of a rank that stopped because it was told to
+STOPPED = 143  # exit code of a rank that stopped on request
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-PATIENCE = 30  # seconds; a rank that waits for a dead one may never notice (NCCL)
+PATIENCE = 30  # seconds; a rank that waits for a dead rank may never return (NCCL)
 
 
 class Interrupted(SystemExit):
-    """The run was stopped by a signal; a sweep stops with it."""
+    """A signal stopped the run; its sweep stops too."""
 
 
 def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
-    """Run one job, its warm-up first; return the metric of a sweep.
+    """Run one job after its warm-up; return the metric of a sweep.
 
-    It has fresh processes, with launch.in_process none but this one.
-    ValueError if another run holds the folder; nothing in it is touched then.
+    It runs in fresh processes, or in this process with launch.in_process.
+    ValueError if another run holds the folder, which then stays unchanged.
     """
-    with held(folder), run_log(folder):
-        lock_folder(folder, RANK0).release()  # the rank 0 of a launcher that was killed has ended
+    with locked(folder), run_log(folder):
+        lock_folder(folder, RANK0).release()  # waits for the rank 0 of a killed launcher
         try:
             prepare(config, folder, compose=compose)
             ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
             command = worker_command(config, folder)
             if config["launch"].get("in_process"):
-                status = run_here(command, folder, threads=threads)
+                status = run_in_process(command, folder, threads=threads)
             else:
                 status = run(command, folder, ranks=ranks, threads=threads)
             return float(status["objective"])
         except (Interrupted, KeyboardInterrupt) as stop:
-            status, own = read_status(folder), "kept_in" not in config and _mode(config) == "train"
-            if own and "iteration" not in status:
+            status, warm_up = read_status(folder), "kept_in" in config
+            if _mode(config) == "train" and not warm_up and "iteration" not in status:
                 if not status.get("reason"):
                     close_status(folder, "preempted", "stopped before it began")
                 say("stopped before it began; nothing new is saved")
@@ -75,13 +75,13 @@ def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
 
 
 def prepare(config: dict[str, Any], folder: Path, *, compose: Compose) -> None:
-    """Write config.yaml into a run folder, after the warm-up it asks for.
+    """Write config.yaml into a run folder, after the warm-up that it needs.
 
-    The same configuration is not written again.
+    An identical file is not rewritten.
     """
     train_first = partial(start, compose=compose)
 
-    def resolve(node: Any) -> Any:  # experiment:<name> may stand anywhere
+    def resolve(node: Any) -> Any:  # experiment:<name> may occur at any depth
         if isinstance(node, dict):
             return {key: resolve(value) for key, value in node.items()}
         if isinstance(node, list):
@@ -105,7 +105,7 @@ def prepare(config: dict[str, Any], folder: Path, *, compose: Compose) -> None:
 
 
 def worker_command(config: dict[str, Any], folder: Path) -> list[str]:
-    """Return the command of a rank: with its folder, and the folder to resume if there is one."""
+    """Return the command of a rank, with its run folder and, if any, the folder to resume."""
     resume = config.get("resume") if _mode(config) == "train" else None
     return [sys.executable, str(SCRIPT), "--worker", str(folder), *filter(None, [resume])]
 
@@ -117,27 +117,27 @@ def _mode(config: dict[str, Any]) -> str:
 def run(
     command: Sequence[str], folder: Path, *, ranks: int = 1, threads: int | None = None
 ) -> dict[str, Any]:
-    """Run the command of a worker on each rank; return the status, RuntimeError if it failed.
+    """Run the worker command on each rank; return the status, RuntimeError if a rank failed.
 
-    The first SIGINT or SIGTERM is passed on, for the run to stop at its next safe point; a second
-    one kills it. A stopped run raises `Interrupted` with 128 + the signal.
+    The first SIGINT or SIGTERM is forwarded: the run stops at its next safe point. A second signal
+    kills it. A stopped run raises `Interrupted` with 128 + the signal.
     """
     each = threads_of_a_rank(threads, ranks)
-    with _caught_signals() as signals, socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for rank 0 to listen on it
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+    with _caught_signals() as signals, socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for rank 0 to listen on
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
         processes = _start_ranks(command, ranks=ranks, threads=each, port=port)
         code, first = _wait(processes, folder, signals)
         who = f"rank {first}" if ranks > 1 else "the process"
         return _end(folder, code, signals, who=who)
 
 
-def run_here(command: Sequence[str], folder: Path, *, threads: int | None) -> dict[str, Any]:
-    """Do in this process, where a debugger sees it, what the command of a worker does; as `run`."""
-    os.environ["LEASH_PARENT"] = ""  # `_end` tells how it went
+def run_in_process(command: Sequence[str], folder: Path, *, threads: int | None) -> dict[str, Any]:
+    """Run the worker command in this process, for a debugger; results and errors as in `run`."""
+    os.environ["LEASH_PARENT"] = ""  # `_end` reports the result
     os.environ["OMP_NUM_THREADS"] = str(threads_of_a_rank(threads, 1))
-    with _caught_signals(at_once=True) as signals:  # until the run has handlers of its own
+    with _caught_signals(at_once=True) as signals:  # until the run installs its handlers
         code = runpy.run_path(str(SCRIPT))["worker"](*command[command.index("--worker") + 1 :])
     reason = read_status(folder).get("reason")
     signals = signals or [kind for kind in SIGNALS if reason == stop_reason(kind)]
@@ -145,21 +145,21 @@ def run_here(command: Sequence[str], folder: Path, *, threads: int | None) -> di
 
 
 def threads_of_a_rank(threads: int | None, ranks: int) -> int:
-    """Return how many CPU threads a rank gets: as asked for, else a share of the cores."""
+    """Return the CPU threads per rank: the configured number, else a share of the cores."""
     return threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or max(cores() // ranks, 1)
 
 
 def _end(folder: Path, code: int, signals: list[int], *, who: str) -> dict[str, Any]:
-    """Return the status of a run that has ended; raise as `run` does."""
+    """Return the status of an ended run; errors as in `run`."""
     failure = _close(folder, code, signals, who=who)
     if (code or signals) and (folder / "report.html").exists():
         with suppress(Exception):  # a damaged folder or a full disk
-            write_report(folder)  # again: only now is it known why the run ended
+            write_report(folder)  # again, with the reason of the end
     status = read_status(folder)
     state = status.get("state")
     if (signals and state != "finished") or state == "preempted":
         if failure:
-            complain(failure)
+            print_error(failure)
         raise Interrupted(128 + signals[0] if signals else STOPPED)
     if failure:
         raise RuntimeError(failure)
@@ -167,7 +167,7 @@ def _end(folder: Path, code: int, signals: list[int], *, who: str) -> dict[str, 
 
 
 def cores() -> int:
-    """Return how many cores this process may use: those it is bound to, within its quota."""
+    """Return the number of cores in the affinity mask of this process, within its CPU quota."""
     bound = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -178,9 +178,9 @@ def cores() -> int:
 
 @contextmanager
 def _caught_signals(*, at_once: bool = False) -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM; after the block further ones are ignored if one came.
+    """Collect SIGINT and SIGTERM; if one arrived, later ones are ignored after the block.
 
-    `at_once`: they raise `Stopped`.
+    `at_once`: a signal raises `Stopped`.
     """
     got: list[int] = []
 
@@ -200,7 +200,7 @@ def _caught_signals(*, at_once: bool = False) -> Iterator[list[int]]:
 def _start_ranks(
     command: Sequence[str], *, ranks: int, threads: int, port: int
 ) -> list[subprocess.Popen]:
-    """Start one process per rank, told about the others as torchrun would."""
+    """Start one process per rank, with the environment variables of torchrun."""
     env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
     env |= {"OMP_NUM_THREADS": str(threads), "LEASH_PARENT": str(os.getpid())}
     env |= {"THP_MEM_ALLOC_ENABLE": "1"}  # torch's CPU tensors in huge pages: a sixth less CPU time
@@ -215,13 +215,13 @@ def _start_ranks(
 
 
 def _wait(ranks: list[subprocess.Popen], folder: Path, signals: list[int]) -> tuple[int, int]:
-    """Wait for all ranks; return exit code and number of the one that failed first, or 0 and 0.
+    """Wait for all ranks; return exit code and number of the first failed rank, or 0 and 0.
 
-    The first of `signals` is passed on; at the second all processes are killed. After a rank failed
-    the others get PATIENCE seconds to end.
+    The first of `signals` is forwarded; the second kills all processes. After a rank failed, the
+    others have PATIENCE seconds to end.
     """
     code, first, passed, limit = 0, 0, False, float("inf")
-    while None in [rank.poll() for rank in ranks]:  # a list: each one is polled
+    while None in [rank.poll() for rank in ranks]:  # a list, so that every rank is polled
         if not code and (failed := _first_failure(ranks))[0]:
             code, first = failed
             limit = time.monotonic() + PATIENCE
@@ -236,40 +236,40 @@ def _wait(ranks: list[subprocess.Popen], folder: Path, signals: list[int]) -> tu
         time.sleep(0.05)
     code, first = (code, first) if code else _first_failure(ranks)
     if code < 0:
-        _kill_families(ranks)  # their children are still there
+        _kill_families(ranks)  # their children may still run
     return code, first
 
 
 def _first_failure(ranks: list[subprocess.Popen]) -> tuple[int, int]:
-    """Return code and number of a failed rank, preferring one that was killed: it is the cause."""
+    """Return code and number of a failed rank; a killed rank first, as it is the cause."""
     codes = [(rank.returncode, k) for k, rank in enumerate(ranks)]
     return min((end for end in codes if end[0] not in (None, 0, STOPPED)), default=(0, 0))
 
 
 def _kill_families(ranks: list[subprocess.Popen]) -> None:
-    """Kill the ranks and their children, also those in sessions of their own."""
+    """Kill the ranks and all their children, also those in separate sessions."""
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):
             head = psutil.Process(rank.pid)
             for process in [*head.children(recursive=True), head]:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-        with suppress(ProcessLookupError):  # those whose parent is gone
+        with suppress(ProcessLookupError):  # children whose parent has ended
             os.killpg(rank.pid, signal.SIGKILL)
 
 
 def _close(folder: Path, code: int, signals: list[int], *, who: str) -> str | None:
-    """Write into status.json how a run ended; return the reason if it failed.
+    """Write the end of a run to status.json; return the reason if it failed.
 
-    The reason is what the rank that failed first wrote, of a killed rank that it was killed.
+    The reason is the error line of the first failed rank, or the signal that killed it.
     """
     status = read_status(folder)
     state = status.get("state")
-    if signals and (state != "failed" or code < 0):  # an error of its own stays one
+    if signals and (state != "failed" or code < 0):  # the run's own error stays the reason
         close_status(folder, "preempted", stop_reason(signals[0]))
     elif code or state not in ("finished", "preempted"):
-        reason = next((line for _, line in noted_errors(folder)), None)
-        if state == "failed":  # no file where the disk is full
+        reason = next((line for _, line in read_errors(folder)), None)
+        if state == "failed":  # a full disk has no error file
             reason = reason or status.get("reason")
         if code < 0 or not reason:
             reason = kill_reason(code, who)
@@ -279,7 +279,7 @@ def _close(folder: Path, code: int, signals: list[int], *, who: str) -> str | No
 
 
 def kill_reason(code: int, who: str) -> str:
-    """Return how a process ended that wrote no error, from its exit code."""
+    """Describe the end of a process that wrote no error, from its exit code."""
     if code >= 0:
         return f"{who} ended with code {code} and wrote no error"
     killed = f"{who} was killed (signal {-code}, {signal.Signals(-code).name})"

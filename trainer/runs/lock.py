@@ -1,7 +1,7 @@
-"""One run at a time in a run folder and on a GPU, by file locks. Torch-free.
+"""File locks: one run at a time in a run folder and on a GPU. Torch-free.
 
-Who starts a run holds `.lock` until the run is over. Rank 0 holds `.lock.rank0`: it outlives a
-launcher that was killed, until its next safe point.
+The launcher holds `.lock` until the run is over. Rank 0 holds `.lock.rank0`: after its launcher is
+killed, it runs until its next safe point.
 """
 
 import os
@@ -15,7 +15,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from trainer.runs.folders import is_main_rank
 
 FILE, RANK0 = ".lock", ".lock.rank0"
-WAIT = 10.0  # seconds for the rank 0 of a launcher that was killed
+WAIT = 10.0  # seconds for the rank 0 of a killed launcher
 
 
 def lock_folder(folder: Path, name: str = FILE) -> BaseFileLock:
@@ -29,8 +29,8 @@ def lock_folder(folder: Path, name: str = FILE) -> BaseFileLock:
 
 
 @contextmanager
-def held(folder: Path, name: str = FILE) -> Iterator[None]:
-    """Hold a run folder for a block; ValueError if another run holds it."""
+def locked(folder: Path, name: str = FILE) -> Iterator[None]:
+    """Lock a run folder for a block; ValueError if another run holds it."""
     lock = lock_folder(folder, name)
     try:
         yield
@@ -38,25 +38,25 @@ def held(folder: Path, name: str = FILE) -> Iterator[None]:
         lock.release()
 
 
-def held_by_rank(folder: Path) -> AbstractContextManager[None]:
-    """Hold a run folder for a block of rank 0; nothing of other ranks."""
-    return held(folder, RANK0) if is_main_rank() else nullcontext()
+def locked_by_rank(folder: Path) -> AbstractContextManager[None]:
+    """Lock a run folder for a block on rank 0; other ranks do nothing."""
+    return locked(folder, RANK0) if is_main_rank() else nullcontext()
 
 
 def is_free(folder: Path) -> bool:
-    """Return whether a run folder has been held and no process of its run is left."""
+    """Return whether a run folder was locked before and no process of its run is left."""
     locks = [folder / name for name in (FILE, RANK0) if (folder / name).is_file()]
     try:
         for path in locks:
             FileLock(path).acquire(timeout=0).lock.release()
-    except OSError:  # held, or not ours to look at
+    except OSError:  # locked, or not readable
         return False
     return folder / FILE in locks
 
 
 @contextmanager
 def reserved_gpus(count: int) -> Iterator[None]:
-    """Keep `count` GPUs, or all there are, to this process; wait until they are free."""
+    """Reserve `count` GPUs (at most all) for this process; wait until they are free."""
     before, named = os.environ.copy(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         gpus = [str(k) for k, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
@@ -69,7 +69,7 @@ def reserved_gpus(count: int) -> Iterator[None]:
     place.mkdir(exist_ok=True)
     mine: list[str] = []
     with ExitStack() as locks:
-        with FileLock(place / "queue"):  # one job takes GPUs at a time: nobody waits with half
+        with FileLock(place / "queue"):  # one job at a time, else jobs could deadlock
             while len(mine) < count:
                 for gpu in (gpu for gpu in gpus if gpu not in mine and len(mine) < count):
                     with suppress(Timeout):

@@ -1,7 +1,7 @@
-"""Keep secrets out of what a run writes: configurations, names, reports, error messages, W&B.
+"""Hide secrets in everything a run writes: configurations, names, reports, errors, W&B.
 
 A text under a key whose name ends in token, secret, password or api_key is hidden, and so is the
-value of an environment variable of such a name, wherever it turns up.
+value of an environment variable with such a name, wherever it occurs.
 """
 
 import os
@@ -33,7 +33,7 @@ def redact(value: Any, *, name: str = "") -> Any:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether a text under a key is a secret that is spelt out."""
+    """Return whether a text under a key is a plain-text secret."""
     return bool(value and not value.startswith("${") and _SECRET.search(name))
 
 
@@ -45,7 +45,7 @@ def redact_text(text: str) -> str:
     """
     of_environment = (value for name, value in os.environ.items() if _SECRET.search(name))
     for secret in sorted(of_environment, key=len, reverse=True):
-        if len(secret) >= 8:  # shorter ones occur inside ordinary words
+        if len(secret) >= 8:  # shorter secrets occur inside ordinary words
             text = text.replace(secret, HIDDEN)
     text = _URL.sub(rf"\1{HIDDEN}@", text)
     return _PAIR.sub(rf"\1{HIDDEN}", text)

@@ -1,7 +1,7 @@
-"""The files of a run folder: read them in whatever state they are, write them in one piece.
+"""Read the files of a run folder in any state, and write them atomically. Torch-free.
 
-A run may be killed at any byte, and its report is wanted most when that happened: a missing file
-reads as empty, a torn line is skipped. Torch-free.
+A run may be killed at any byte and still needs its report: a missing file reads as empty, a torn
+line is skipped.
 """
 
 import json
@@ -18,17 +18,17 @@ from policies.cache import write_text
 from trainer.runs.lock import is_free
 
 ITERATION = "progress/iteration"
-PREFIX = "experiment:"  # of a model that an experiment trains first
-PLACES = ("output_dir", "resume")  # keys that name a place, not a run
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster where libyaml is
+PREFIX = "experiment:"  # of a model that another experiment trains
+PLACES = ("output_dir", "resume")  # keys that name a folder
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster with libyaml
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds. `metrics`: one dict per iteration, in order, the last one logged.
+    """The contents of a run folder. `metrics`: the last logged dict of each iteration, in order.
 
-    `words`: the overrides of the command line; `defaults`: what the configuration would be without
-    them, as the experiment and as leash have it (conf/compose.py).
+    `words`: the overrides of the command line; `defaults`: the configuration without them, as the
+    experiment and as leash define it (conf/compose.py).
     """
 
     folder: Path
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def experiment(self) -> str:
-        """Name the experiment: from the config, else what Hydra chose, else the folder's parent."""
+        """Return the experiment: from the config, else Hydra's choice, else the folder's parent."""
         named = self.config.get("experiment") or self.overrides.get("experiment")
         hydra = read_yaml(self.folder / ".hydra" / "hydra.yaml")
         chosen = dig(hydra, "hydra", "runtime", "choices", "experiment")
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """Name the state in status.json; killed, if it is "running" without a process."""
+        """Return the state in status.json; "killed" if it is "running" without a process."""
         state = self.status.get("state", "not started")
         return "killed" if state == "running" and is_free(self.folder) else state
 
@@ -81,7 +81,7 @@ class Run:
     def last_ten(self, name: str) -> list[float]:
         """List a metric of the last ten trained iterations that have it, at most a quarter of them.
 
-        The start of a short run is no part of what it came to.
+        The start of a short run is excluded from its result.
         """
         values = [value for iteration, value in self.series(name) if iteration >= 1]
         return values[-max(1, min(10, len(values) // 4)) :]
@@ -109,7 +109,7 @@ def load_run(folder: str | Path) -> Run:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return status.json, or {} where it is missing or torn."""
+    """Return status.json, or {} if it is missing or torn."""
     try:
         return parse_line((folder / "status.json").read_text(errors="replace")) or {}
     except OSError:
@@ -117,20 +117,20 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def is_sweep(folder: Path) -> bool:
-    """Return whether a folder is that of one sweep: Hydra, its start and its page leave files."""
+    """Return whether a folder is a sweep folder, by the files of Hydra, its plan or its page."""
     return any((folder / name).is_file() for name in ("multirun.yaml", "sweep.json", "sweep.csv"))
 
 
 def number(value: Any) -> float | None:
-    """Return a finite int or float as it is, anything else as None."""
+    """Return a finite int or float unchanged, anything else as None."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number and abs(value) < 1e300 else None  # an int may have any length
 
 
 def read_lines(path: Path, *, most: int | None = None) -> list[dict[str, Any]]:
-    """Read the JSON objects of a .jsonl file; torn lines are left out, no file is no lines.
+    """Read the JSON objects of a .jsonl file; torn lines and a missing file are skipped.
 
-    `most`: of a file of more bytes only both ends, half of it each.
+    `most`: read only the first and last `most / 2` bytes of a larger file.
     """
     if not path.is_file():
         return []
@@ -146,24 +146,24 @@ def read_lines(path: Path, *, most: int | None = None) -> list[dict[str, Any]]:
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Replace a .jsonl file in one piece."""
+    """Replace a .jsonl file atomically."""
     write_text(path, "".join(json_line(line) for line in lines))
 
 
 def json_line(item: dict[str, Any]) -> str:
-    """Format one line: sorted keys, strict JSON (nothing that is not finite), ASCII."""
+    """Format one line: sorted keys, strict JSON (finite numbers only), ASCII."""
     return json.dumps(item, sort_keys=True, allow_nan=False) + "\n"
 
 
 def dig(data: Any, *keys: str) -> Any:
-    """Return data[key][key]..., or None where a key or a mapping is missing."""
+    """Return data[key][key]..., or None if a key or a mapping is missing."""
     for key in keys:
         data = data.get(key) if isinstance(data, dict) else None
     return data
 
 
 def read_yaml(path: Path, kind: type = dict) -> Any:
-    """Read a YAML file of a mapping, or of another `kind`; empty where it is missing or torn."""
+    """Read a YAML file of type `kind`; an empty `kind` if it is missing or torn."""
     try:
         data = yaml.load(path.read_text(errors="replace"), Loader=_Loader)
     except (OSError, ValueError, yaml.YAMLError):
@@ -172,7 +172,7 @@ def read_yaml(path: Path, kind: type = dict) -> Any:
 
 
 def parse_line(text: str) -> dict[str, Any] | None:
-    """Return the object of a line of JSON; None of a torn one."""
+    """Parse a line of JSON; None if it is torn or no object."""
     try:
         item = json.loads(text)
     except ValueError:

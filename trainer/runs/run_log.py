@@ -11,7 +11,7 @@ from trainer.runs.redact import redact_text
 
 FILE = "run.log"
 VERBOSE = "LEASH_VERBOSE"  # hydra.verbose, for the processes of a run: true, or names of loggers
-TERMINAL = logging.getLogger("leash")  # gets the lines of the terminal
+TERMINAL = logging.getLogger("leash")  # receives the lines of the terminal
 TERMINAL.setLevel(logging.INFO)
 TERMINAL.addHandler(logging.NullHandler())
 TERMINAL.propagate = False
@@ -23,14 +23,14 @@ class _Formatter(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """A file whose folder may go, and whose disk may be full: the run goes on without it."""
+    """A log file that ignores a removed folder and a full disk."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Lose the line."""
+        """Drop the line."""
 
     def close(self) -> None:
         with suppress(OSError):
@@ -39,9 +39,9 @@ class _File(logging.FileHandler):
 
 @contextmanager
 def run_log(folder: Path) -> Iterator[None]:
-    """Keep a run's log in its folder during a block, on rank 0; warnings go to stderr as before.
+    """Write a run's log into its folder during a block, on rank 0; warnings still go to stderr.
 
-    A block within another one of the same folder changes nothing.
+    A nested block with the same folder does nothing.
     """
     root, path = logging.getLogger(), os.path.abspath(folder / FILE)
     if not is_main_rank() or path in [getattr(h, "baseFilename", None) for h in root.handlers]:
@@ -52,7 +52,7 @@ def run_log(folder: Path) -> Iterator[None]:
     terminal, before = logging.lastResort or logging.StreamHandler(), root.level
     added = [file] if root.handlers else [file, terminal]
     root.setLevel(min(before, logging.INFO))
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line per request
     if verbose := os.environ.get(VERBOSE):
         for name in verbose.split(","):
             logging.getLogger(None if name == "true" else name).setLevel(logging.DEBUG)

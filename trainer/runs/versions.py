@@ -1,4 +1,4 @@
-"""What a run ran on: versions and device, for status.json and the report."""
+"""Versions and device of a run, for status.json and the report."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def about_machine(device: torch.device, ranks: int) -> dict[str, str | int]:
-    """Return the device by name, the versions that matter and leash's commit, if it has one."""
+    """Return the device, the versions of the main packages and leash's commit, if any."""
     if device.type == "cuda":
         name = f"cuda ({torch.cuda.get_device_name(device)})"
     else:
@@ -30,7 +30,7 @@ def about_machine(device: torch.device, ranks: int) -> dict[str, str | int]:
 
 
 def _commit() -> dict[str, str]:
-    """Return the commit of a checkout, with a plus sign if files differ from it."""
+    """Return the commit of a checkout, with "+" if files differ from it."""
     if not (ROOT / ".git").exists():
         return {}
     git = ["git", "--no-optional-locks", "-C", str(ROOT)]  # describe --dirty would take one
@@ -38,6 +38,6 @@ def _commit() -> dict[str, str]:
     how = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
         commit, changed = (subprocess.run([*git, *c], **how).stdout.strip() for c in commands)
-    except (OSError, subprocess.SubprocessError):  # no git, or a checkout that is not ours
+    except (OSError, subprocess.SubprocessError):  # no git, or a checkout of another owner
         return {}
     return {"commit": f"{commit}+" if changed else commit}

@@ -1,7 +1,7 @@
-"""preflight=true: what a run would do, need and take, by two iterations that nothing keeps.
+"""preflight=true: run two iterations, keep nothing, and report the problems and costs of a run.
 
-Every section prints what it found; a problem is a line with its remedy, and their number is the
-result.
+Every section prints its findings; a problem is a line with its remedy. The result is the number of
+problems.
 """
 
 import gc
@@ -9,13 +9,13 @@ from typing import Any
 
 from trainer.modes.preflight.checks import check_rewards, check_rows, check_steps
 from trainer.modes.preflight.costs import check_disk, check_memory, check_time
-from trainer.modes.preflight.play import Findings, play
+from trainer.modes.preflight.profile import Findings, profile
 from trainer.modes.preflight.tokens import check_tokens
 from trainer.trainer import Trainer
 
 
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
-    """Check the run that the settings describe; return the number of problems."""
+    """Check the run of the settings; return the number of problems."""
     untrained = settings.get("trains_first", ())
     findings = Findings(quiet=not loop.runtime.is_main, untrained=bool(untrained))
     for name in untrained:
@@ -24,7 +24,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     check_steps(loop, settings, findings)
     gc.freeze()  # as a run does
     findings.section("Playing two iterations of the run ...")
-    first, second = play(loop, 0), play(loop, 1)  # the second begins with the optimizer's moments
+    first, second = profile(loop, 0), profile(loop, 1)  # the second has moments
     check_tokens(loop, first.batch, findings)
     if "reward_raw" in first.batch:
         check_rewards(first.batch, findings)

@@ -1,4 +1,4 @@
-"""What a preflight finds of rows, steps and rewards."""
+"""The preflight checks of rows, steps and rewards."""
 
 from typing import Any
 
@@ -7,16 +7,16 @@ from tensordict import TensorDictBase
 from policies.scorer import max_positions
 from trainer.length_filter import drop_long_rows
 from trainer.metrics import idle_groups
-from trainer.modes.preflight.play import Findings
+from trainer.modes.preflight.profile import Findings
 from trainer.trainer import Trainer
 
-RENDERED = 1000  # rows of a split that are rendered to learn their lengths
+RENDERED = 1000  # rows of a split that are rendered to measure their lengths
 
 
 def check_rows(loop: Trainer, settings: dict[str, Any], findings: Findings) -> int:
-    """Print how long the rows are and which are too long; return the most tokens of a sequence.
+    """Print the lengths of the rows; return the largest number of tokens of a sequence.
 
-    Rows are prompts where replies are sampled, else whole chats.
+    Rows are prompts if replies are sampled, else full chats.
     """
     samples, positions = hasattr(loop.source, "prompts"), max_positions(loop.policy.model)
     env, render = loop.source.env, loop.policy.renderer.render
@@ -34,13 +34,13 @@ def check_rows(loop: Trainer, settings: dict[str, Any], findings: Findings) -> i
             f"median {sizes[len(sizes) // 2]}, most {sizes[-1]}"
         )
     new = settings["env"]["max_turns"] * settings["policy"]["max_new_tokens"] if samples else 0
-    whole = max(min(longest + new, positions or longest + new), longest)
-    findings.say(f"a sequence has at most {whole} tokens, the model takes {positions or 'any'}")
-    return whole
+    total = max(min(longest + new, positions or longest + new), longest)
+    findings.say(f"a sequence has at most {total} tokens, the model takes {positions or 'any'}")
+    return total
 
 
 def check_steps(loop: Trainer, settings: dict[str, Any], findings: Findings) -> None:
-    """Print how many steps the run takes, and how often it sees the rows."""
+    """Print the number of steps of the run, and how often it uses each row."""
     algorithm, trainer = settings["algorithm"], settings["trainer"]
     prompts, iterations = trainer["prompts_per_iteration"], trainer["num_iterations"]
     epochs, minibatches = algorithm["epochs"], algorithm["minibatches"]
@@ -57,7 +57,7 @@ def check_steps(loop: Trainer, settings: dict[str, Any], findings: Findings) -> 
 
 
 def check_rewards(batch: TensorDictBase, findings: Findings) -> None:
-    """Print what replies earn, and how many groups would teach nothing."""
+    """Print the rewards of the replies, and the share of groups without a gradient."""
     total = batch.get("reward_raw").sum(-1)  # [B]
     findings.section(
         "Rewards",

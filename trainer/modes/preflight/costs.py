@@ -1,4 +1,4 @@
-"""What a run costs in memory, time and disk, by what the iterations of a preflight took."""
+"""Predict memory, time and disk of a run from the iterations of a preflight."""
 
 import shutil
 import time
@@ -12,7 +12,7 @@ import torch
 
 from policies.models import has_adapter
 from policies.sharding import local_bytes
-from trainer.modes.preflight.play import Findings, Iteration, Phase
+from trainer.modes.preflight.profile import Findings, Iteration, Phase
 from trainer.reports.formats import duration
 from trainer.runs.failures import LESS_MEMORY
 from trainer.trainer import Trainer
@@ -21,7 +21,7 @@ FULL = 0.95  # of the device's memory
 
 
 def at_limits(phase: Phase, *, scale: float, gradients: int = 0) -> int:
-    """Return the bytes of a phase if what it took beyond the gradients grows by `scale`."""
+    """Return the bytes of a phase if its memory beyond the gradients grows by `scale`."""
     fixed = min(phase.before + gradients, phase.peak)
     return int(fixed + (phase.peak - fixed) * max(scale, 1.0))
 
@@ -29,9 +29,9 @@ def at_limits(phase: Phase, *, scale: float, gradients: int = 0) -> int:
 def check_memory(
     loop: Trainer, settings: dict[str, Any], findings: Findings, *, played: Iteration, longest: int
 ) -> None:
-    """Print the peak of each phase, and scaled up to sequences of `longest` tokens.
+    """Print the measured peak of each phase, and the peak for sequences of `longest` tokens.
 
-    An update's micro-batch has trainer.micro_batch_tokens, or one sequence, if that is longer.
+    A micro-batch of an update has trainer.micro_batch_tokens, or one sequence if that is longer.
     """
     limit, device = settings["trainer"]["micro_batch_tokens"], loop.runtime.device
     lengths = played.batch.get(("masks", "all_attention_mask")).sum(-1)  # [B]
@@ -60,7 +60,7 @@ def check_memory(
 
 
 def memory_of(device: torch.device) -> int:
-    """Return the memory of a GPU; else what the machine has, or the container may use."""
+    """Return the memory in bytes of a GPU, else of the machine or the container's limit."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total = psutil.virtual_memory().total
@@ -72,7 +72,7 @@ def memory_of(device: torch.device) -> int:
 def check_time(
     loop: Trainer, settings: dict[str, Any], findings: Findings, *, played: tuple[Iteration, ...]
 ) -> None:
-    """Predict how long the run takes, checkpoints left out; all iterations count as the second."""
+    """Predict the run time without checkpoints, from the second iteration."""
     total, (first, second) = settings["trainer"]["num_iterations"], played
     findings.section("Time on this machine now, by two iterations and a batch of the evaluation")
     for name, phase in second.phases.items():
@@ -95,19 +95,19 @@ def check_time(
 
 
 def check_disk(loop: Trainer, settings: dict[str, Any], findings: Findings) -> None:
-    """Compare what the run writes with what is free where it writes.
+    """Compare the bytes that the run writes with the free disk space.
 
-    A checkpoint has the weights and AdamW's moments; while it is written one more exists.
+    A checkpoint has the weights and AdamW's moments; one more exists while it is written.
     """
     folder = Path(settings["output_dir"] or "outputs").expanduser().absolute()
     place = next(p for p in (folder, *folder.parents) if p.is_dir())
-    kept, total = settings["checkpoint"], settings["trainer"]["num_iterations"]
+    saving, total = settings["checkpoint"], settings["trainer"]["num_iterations"]
     weights = list(loop.policy.scorer.parameters())
     model = sum(p.numel() * p.element_size() for p in weights)
     trained = sum(p.numel() * p.element_size() for p in weights if p.requires_grad)
     one = 2 * trained + (trained if has_adapter(loop.policy.model) else model)
-    count = -(-total // kept["every"]) if kept["every"] else 0
-    most = min(count, kept["keep_last"] + int(kept["keep_best"]) + 1)
+    count = -(-total // saving["every"]) if saving["every"] else 0
+    most = min(count, saving["keep_last"] + int(saving["keep_best"]) + 1)
     need, free = most * one + model, shutil.disk_usage(place).free
     findings.section(
         "Disk",
@@ -122,5 +122,5 @@ def check_disk(loop: Trainer, settings: dict[str, Any], findings: Findings) -> N
 
 
 def gib(size: float) -> str:
-    """Return bytes for people: "3.0 GiB", "5 MiB"."""
+    """Format bytes: "3.0 GiB", "5 MiB"."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -1,20 +1,20 @@
-"""What a preflight shows of tokens: the first rows with their loss mask, and how rows end."""
+"""The preflight check of tokens: the first rows with their loss mask, and how rows end."""
 
 from itertools import groupby
 
 from rich.text import Text
 from tensordict import TensorDictBase
 
-from trainer.modes.preflight.play import Findings
+from trainer.modes.preflight.profile import Findings
 from trainer.trainer import Trainer
 from trainer.transcripts import token_texts
 
-SHOWN = 2  # rows, of rollouts the first of two groups
+SHOWN = 2  # rows; for rollouts the first of two groups
 WIDTH = 77  # letters of a line
 
 
 def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> None:
-    """Show which tokens of the first rows are learnt, and check that the end of a turn is."""
+    """Print which tokens of the first rows are learnt; check that the end of a turn is learnt."""
     policy, places = loop.policy, list(range(len(batch)))
     if samples := "reward_raw" in batch:
         groups = batch.get("group_id").tolist()
@@ -46,7 +46,7 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
 
 
 def table(texts: list[str], mask: list[bool]) -> list[Text]:
-    """Return a row as lines, one for each run of tokens that are learnt or are not."""
+    """Render a row as lines, one per run of learnt or of unlearnt tokens."""
     runs = [list(run) for _, run in groupby(range(len(mask)), key=mask.__getitem__)]
     out = [Text(f"{'tokens':>6} {'learnt':<6} text", style="bold")]
     for run in runs:
@@ -60,7 +60,7 @@ def table(texts: list[str], mask: list[bool]) -> list[Text]:
 
 
 def count_ends(batch: TensorDictBase, stop_ids: frozenset[int]) -> tuple[int, int]:
-    """Return how many rows learn nothing, and how many end their learnt tokens with a stop id."""
+    """Count the rows without a learnt token, and those whose last learnt token is a stop id."""
     mask, ids = batch.get("loss_mask"), batch.get(("tokens", "full"))  # [B, T]
     places = mask.int().cumsum(-1).argmax(-1)  # [B] the last learnt token
     last = ids.gather(-1, places.unsqueeze(-1)).squeeze(-1).tolist()

@@ -1,1 +1,1 @@
-"""Where metrics and transcripts go: always two files, and one more place when asked for."""
+"""Trackers: metrics and transcripts as two files, and optionally one service more."""

@@ -1,7 +1,7 @@
-"""TensorBoard, Trackio, MLflow, Comet, Aim, SwanLab and what else accelerate.tracking logs to.
+"""Track with the services of accelerate.tracking: TensorBoard, Trackio, MLflow, Comet, Aim ...
 
-Their packages are imported by Accelerate. Left out on purpose: tables of replies and alerts, which
-each of them has in a way of its own.
+Accelerate imports their packages. Tables of replies and alerts are left out on purpose: every
+service has a different API for them.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ MLFLOW_ID = "mlflow_id.txt"  # of a run folder
 
 
 class AccelerateTracker(Mirror):
-    """Send metrics and configuration to the service `kind` of accelerate.tracking too.
+    """Also send metrics and configuration to the service `kind` of accelerate.tracking.
 
-    `options` are arguments of Accelerate's class for it; its account is the one that its own
-    variables or login name. MLflow and Trackio continue their run after a resume (Trackio then has
-    repeated iterations twice, TensorBoard once); others begin a new one.
+    `options`: arguments of Accelerate's class. The account comes from the service's variables or
+    login. MLflow and Trackio continue their run after a resume (Trackio then has repeated
+    iterations twice, TensorBoard once); others start a new run.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class AccelerateTracker(Mirror):
     def _start(self) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        with redirect_stdout(StringIO()):  # Trackio greets in six lines
+        with redirect_stdout(StringIO()):  # Trackio prints six lines
             self._tracker = LOGGER_TYPE_TO_CLASS[self.word](**self._arguments())
-            if hasattr(self._tracker, "start"):  # older ones start when made
+            if hasattr(self._tracker, "start"):  # older versions start in the constructor
                 self._tracker.start()
         if self.first is None or self.word not in ("mlflow", "tensorboard"):
             values = {
@@ -61,7 +61,7 @@ class AccelerateTracker(Mirror):
             write_text(self.folder / MLFLOW_ID, f"{self._tracker.tracker.info.run_id}\n")
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of Accelerate's class; its run_name is mostly the project."""
+        """Return the arguments of Accelerate's class; its run_name is usually the project."""
         project, name, out = self._project, self.about["name"], {"run_name": self._project}
         if self.word == "mlflow":
             path = self.folder / MLFLOW_ID

@@ -1,7 +1,7 @@
-"""metrics.jsonl and transcripts.jsonl of a run folder; other places are a `Mirror` (mirror.py).
+"""Write metrics.jsonl and transcripts.jsonl; a `Mirror` (mirror.py) sends them elsewhere too.
 
 `metrics.jsonl` has one line per iteration, under the names of docs/metrics.md; line 0 is the
-evaluation before training. Every line is written and flushed at once, keys sorted, so a killed run
+evaluation before training. Every line is flushed immediately, with sorted keys, so a killed run
 loses nothing. A value that is not finite is written as null (JSON has no NaN) and not charted.
 """
 
@@ -18,7 +18,7 @@ class JsonlTracker(Observer):
     """Write metrics.jsonl and transcripts.jsonl into a run folder.
 
     A new run in a folder that holds metrics is a ValueError; `resume=True` appends to them.
-    `about` is for a `Mirror`: the folder has it already.
+    `about` is used only by a `Mirror`.
 
     >>> import tempfile
     >>> tracker = JsonlTracker(tempfile.mkdtemp())
@@ -47,17 +47,17 @@ class JsonlTracker(Observer):
             )
 
     def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
-        """Drop what was written after `iteration`, so that a resumed run repeats it once."""
+        """Drop the lines after `iteration`, which a resumed run writes again."""
         _drop_after(self.metrics, ITERATION, iteration - again)
-        # of 0 the replies before training too
+        # for 0 also the replies before training
         _drop_after(self.transcripts, "iteration", iteration or -1)
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        """Write the metrics of one iteration; they are in the file when this returns."""
+        """Append the metrics of one iteration to the file."""
         _append(self.metrics, [{**metrics, ITERATION: iteration}])
 
     def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
-        """Write prompt and reply pairs; keys as in docs/metrics.md."""
+        """Append prompts and replies; keys as in docs/metrics.md."""
         if self.keep_transcripts:
             _append(self.transcripts, [{**row, "iteration": iteration} for row in rows])
 

@@ -1,4 +1,4 @@
-"""A second place for what the files of a run get (W&B, MLflow ...). It never ends a run."""
+"""Send the content of a run's files to a service too (W&B, MLflow ...); never ends a run."""
 
 import logging
 import secrets
@@ -16,12 +16,12 @@ log = logging.getLogger(__name__)
 
 
 class Mirror(JsonlTracker):
-    """Write the files and pass the same on; when that fails, warn once and continue without.
+    """Write the files and send the same lines; after a failure, warn once and only write files.
 
-    A subclass names its package in `word`, takes its own options, sets `hint` (how to look at the
-    run, printed at the end) and overrides what it uses of `_start`, `_log`, `_show`, `_alert` and
-    `_stop`. `about` is what it may send, without secrets and overlong names; `names` replace those
-    of `names_of`. `first`: the first iteration to be logged, None in a new run.
+    A subclass names its package in `word`, has its options, sets `hint` (how to view the run,
+    printed at the end) and overrides some of `_start`, `_log`, `_show`, `_alert` and `_stop`.
+    `about`: description to send, without secrets and overlong names; `names` override those of
+    `names_of`. `first`: the first iteration to log, None in a new run.
     """
 
     word = ""
@@ -37,8 +37,8 @@ class Mirror(JsonlTracker):
     ) -> None:
         super().__init__(folder, resume=resume, keep_transcripts=keep_transcripts)
         self.hint, self.first = "", None
-        given = {key: value for key, value in names.items() if value is not None}
-        names = names_of(self.folder, config or {}) | given
+        custom = {key: value for key, value in names.items() if value is not None}
+        names = names_of(self.folder, config or {}) | custom
         self.about: dict[str, Any] = {
             "name": redact_text(names["name"])[:128],
             "group": names["group"] and redact_text(names["group"])[:128],
@@ -92,7 +92,7 @@ class Mirror(JsonlTracker):
             log.warning("%s: could not %s the run (%s); going on with %s", self.word, verb, *words)
 
     def run_id(self) -> str:
-        """Return the id in <word>_id.txt, made on the first start, so that a resume keeps it."""
+        """Return the id in <word>_id.txt, created at the first start, so that a resume keeps it."""
         path = self.folder / f"{self.word}_id.txt"
         if not path.is_file():
             write_text(path, secrets.token_hex(4) + "\n")
@@ -111,7 +111,7 @@ def names_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     model = Path(str(dig(config, "policy", "model") or ""))
     sweep = folder.parent if is_sweep(folder.parent) else None
     changes = [
-        f"{key}={Path(value).name if value[:1] in tuple('/.~') else value}"  # of a path its end
+        f"{key}={Path(value).name if value[:1] in tuple('/.~') else value}"  # a path's name
         for key, value in run.overrides.items()
         if not key.startswith(("experiment", "output_dir", "tracker", "allow_targets"))
     ]

@@ -19,19 +19,19 @@ log = logging.getLogger(__name__)
 
 COLUMNS = ("iteration", "kind", "prompt", "answer", "response", "reward", "parts", "advantage")
 COLUMNS += ("kl", "truncated")
-# Variables of W&B that come before what a run says of itself, by the argument of wandb.init.
+# Variables of W&B that override the description of a run, by argument of wandb.init.
 VARIABLES = {name: f"WANDB_{name.upper()}" for name in ("name", "project", "entity", "tags")}
 VARIABLES |= {"notes": "WANDB_NOTES", "group": "WANDB_RUN_GROUP", "job_type": "WANDB_JOB_TYPE"}
 
 
 class WandbTracker(Mirror):
-    """Send a run to Weights & Biases too.
+    """Also send a run to Weights & Biases.
 
     Waits `init_timeout` seconds for a server, then keeps the run offline.
-    Offline files lie in `<folder>/wandb`; `wandb sync` uploads them, `wandb leet` shows them.
-    `mode`: null (decide by login), online, offline or disabled. `table_every`: iterations from one
-    part of the table of replies to the next (W&B shows the latest 100 parts); 0 sends no replies.
-    `settings`: of wandb.Settings.
+    Offline files are in `<folder>/wandb`; `wandb sync` uploads them, `wandb leet` shows them.
+    `mode`: null (decide by login), online, offline or disabled. `table_every`: iterations between
+    parts of the table of replies (W&B shows the latest 100 parts); 0 sends no replies.
+    `settings`: arguments of wandb.Settings.
     """
 
     word = "wandb"
@@ -57,18 +57,18 @@ class WandbTracker(Mirror):
         self._settings = {**quiet, **timeouts, **(settings or {})}
         self._run: Any = None
         self._table: Any = None
-        self._rows: list[dict[str, Any]] = []  # replies that no part of the table holds yet
-        self._table_at = 0  # iteration of its latest part
+        self._rows: list[dict[str, Any]] = []  # replies not yet in a part of the table
+        self._table_at = 0  # iteration of the latest part
         super().__init__(folder, **about)
 
     def _start(self) -> None:
-        # W&B's reports about itself hold a process up at its end where its server is silent.
+        # Without a server, W&B's error reports would delay the end of the process.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         # Tables wait for `wandb sync` in the run folder, not in the home.
         os.environ.setdefault("WANDB_DATA_DIR", str(self.folder / "wandb" / "data"))
         import wandb
 
-        hidden = redact(sys.argv) != sys.argv  # the metadata hold the command line
+        hidden = redact(sys.argv) != sys.argv  # the metadata contain the command line
         settings = wandb.Settings(x_disable_meta=hidden, **self._settings)
         wandb.setup(settings=wandb.Settings(silent=True, quiet=True))
         about = {**self.about, **self._place, "dir": str(self.folder)}
@@ -82,7 +82,7 @@ class WandbTracker(Mirror):
                 self._run = start(mode="online")
             except Exception as error:  # no network, a wrong key, no such project: kept offline
                 mode, reason = "offline", f"no connection ({first_line(error)})"
-                wandb.teardown()  # else its service still holds the run id
+                wandb.teardown()  # else its service keeps the run id
         if self._run is None:
             self._run = start(mode=mode)
         self._run.define_metric(ITERATION)
@@ -92,7 +92,7 @@ class WandbTracker(Mirror):
             self.hint = f"offline; upload it with: wandb sync {Path(self._run.dir).parent}"
         if reason:
             log.warning("wandb: %s; the run is kept offline, to be uploaded later", reason)
-        if self.first is not None and not self._run.resumed:  # offline, so it begins with the past
+        if self.first is not None and not self._run.resumed:  # offline: log the past again
             self._rows = read_lines(self.transcripts) if self._table_every else []
             for line in read_lines(self.metrics):
                 self._run.log({name: value for name, value in line.items() if value is not None})
@@ -114,7 +114,7 @@ class WandbTracker(Mirror):
         self._run.finish(exit_code=int(state == "failed"))
 
     def _part(self, iteration: int) -> dict[str, Any]:
-        """Return the next part of the table: the replies since the one before."""
+        """Return the next part of the table: the replies since the previous part."""
         import wandb
 
         self._table_at = iteration
@@ -129,10 +129,10 @@ class WandbTracker(Mirror):
 
 
 def _not_logged_in() -> str:
-    """Return why W&B has no account to send to, "" if it has one."""
+    """Return why W&B is not logged in, "" if it is."""
     import wandb
 
-    try:  # a prompt would wait for ever
+    try:  # a prompt would block forever
         return "" if wandb.login(prompt=False, verify=False) else "not logged in"
-    except (ValueError, wandb.Error) as error:  # no key of W&B at all
+    except (ValueError, wandb.Error) as error:  # an invalid key
         return f"not logged in ({first_line(error)})"

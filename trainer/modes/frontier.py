@@ -1,7 +1,7 @@
-"""mode=limit: what replies of the reference to the eval rows are worth, limit.json.
+"""mode=frontier: sample the reference on the eval rows and write the rewards to frontier.json.
 
-The model that training started from, or that of kl.reference, at temperature 1. Made once for a run
-or a sweep and kept beside its page.
+The reference is the start model of training, or kl.reference, at temperature 1. The file is written
+once per run or sweep, next to its page.
 """
 
 import json
@@ -14,16 +14,16 @@ from trainer.trainer import Trainer
 
 
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
-    """Sample the reference and write limit.json; rows that the task dropped are left out."""
+    """Sample the reference and write frontier.json; dropped rows are left out."""
     samples = settings["eval"]["num_samples"]
     path = Path(settings["output_dir"]).expanduser() / FILE
     loop.observers.say(f"sampling the reference: {loop.evaluate.about}")
-    found = sample(loop.evaluate, samples)
+    rewards = sample(loop.evaluate, samples)
     if not loop.runtime.is_main:
         return 0.0
-    if not found:
+    if not rewards:
         raise ValueError("expected replies with a reward, got none: the task dropped every row")
     about = {"model": loop.policy.files.sha256, "samples": samples}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps({**about, **found}))
+    write_text(path, json.dumps({**about, **rewards}))
     return 0.0

@@ -1,4 +1,4 @@
-"""Runs that are there already: those below a folder, and what is left of one to do."""
+"""Find existing runs below a folder, and check whether a run has iterations left."""
 
 import os
 import re
@@ -12,24 +12,24 @@ from trainer.runs.run_files import is_sweep, read_status, read_yaml
 
 
 def is_job(folder: Path) -> bool:
-    """Return whether a folder is that of one run."""
+    """Return whether a folder is a run folder."""
     return any((folder / name).is_file() for name in ("metrics.jsonl", "status.json"))
 
 
 def find_jobs(folder: str | Path) -> list[Path]:
-    """List the job folders below `folder`, in natural order (2 before 10); failed ones too."""
+    """List the job folders below `folder`, failed ones too, in natural order (2 before 10)."""
     jobs = []
     for path, names, _ in os.walk(folder):
-        here = Path(path)
-        if here != Path(folder) and (".hydra" in names or is_job(here)):
-            jobs.append(here)
+        place = Path(path)
+        if place != Path(folder) and (".hydra" in names or is_job(place)):
+            jobs.append(place)
             names.clear()
         names[:] = [name for name in names if not name.startswith(".")]
     return sorted(jobs, key=lambda job: _natural(str(job)))
 
 
 def find_runs(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the runs and the sweeps that a folder is or holds; a job goes with its sweep."""
+    """Return the runs and the sweeps at or below a folder; jobs of a sweep are not listed."""
     if is_job(folder) or is_sweep(folder):
         return ([folder], []) if is_job(folder) else ([], [folder])
     jobs = find_jobs(folder)
@@ -38,7 +38,7 @@ def find_runs(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def is_running(folder: Path) -> bool:
-    """Return whether a run goes on in a folder; one that has no status yet holds its lock."""
+    """Return whether a run is in progress; before its first status it has only its lock."""
     state = read_status(folder).get("state")
     begun = state == "running" or (state is None and (folder / LOCK).is_file())
     return begun and not is_free(folder)
@@ -50,38 +50,38 @@ def has_weights(folder: Path) -> bool:
     return finished or any((folder / "checkpoints").glob("iteration_*"))
 
 
-def no_weights(folder: Path) -> str:
-    """Return the line on a run that has no weights to work on."""
+def missing_weights(folder: Path) -> str:
+    """Return the message for a run without weights."""
     state = read_status(folder).get("state", "not started")
-    what = f"expected a checkpoint or a final model in {folder}, got none: its state is {state}"
-    return f"{what}; finish it with resume={folder}"
+    text = f"expected a checkpoint or a final model in {folder}, got none: its state is {state}"
+    return f"{text}; finish it with resume={folder}"
 
 
 def nothing_left(config: Mapping[str, Any]) -> str | None:
-    """Return a line if the run to resume already did all iterations that are asked for, else None.
+    """Return a message if the run to resume has already done all its iterations, else None.
 
-    A run that trainer.stop_at or .patience ended has nothing left while they are as they were.
-    ValueError: more iterations are done than asked for, or no checkpoint is there to go on from.
+    A run that trainer.stop_at or .patience ended has nothing left unless they change.
+    ValueError: it has more iterations than the configuration, or no checkpoint to resume from.
     """
     if not config["resume"] or config["mode"] != "train":
         return None
-    folder, asked = Path(config["resume"]), config["trainer"]["num_iterations"]
+    folder, total = Path(config["resume"]), config["trainer"]["num_iterations"]
     status = read_status(folder)
     done, finished = status.get("iteration", 0), status.get("state") == "finished"
-    if done > asked:
+    if done > total:
         hint = "give a larger trainer.num_iterations, or leave it out"
-        raise ValueError(f"{folder} has {done} iterations already, more than {asked}; {hint}")
+        raise ValueError(f"{folder} has {done} iterations already, more than {total}; {hint}")
     if not finished:
         return None
     before = read_yaml(folder / "config.yaml").get("trainer") or {}
     same = all(before.get(key) == config["trainer"][key] for key in ("stop_at", "patience"))
     if same and (why := status.get("ended")):
         return f"{folder} is finished at iteration {done}: {why}"
-    if done == asked:
-        return f"{folder} is finished: {done} of {asked} iterations"
+    if done == total:
+        return f"{folder} is finished: {done} of {total} iterations"
     if not any((folder / "checkpoints").glob("iteration_*")):
-        what = f"{folder} is finished with {done} iterations and without a checkpoint"
-        raise ValueError(f"{what}; start a new run with trainer.num_iterations={asked}")
+        text = f"{folder} is finished with {done} iterations and without a checkpoint"
+        raise ValueError(f"{text}; start a new run with trainer.num_iterations={total}")
     return None
 
 

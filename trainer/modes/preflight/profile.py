@@ -1,4 +1,4 @@
-"""What a preflight prints, and the iterations that it plays: timed, their memory measured."""
+"""Print the findings of a preflight, and measure time and memory of its iterations."""
 
 import ctypes
 import time
@@ -24,9 +24,9 @@ class Findings:
 
     def __init__(self, *, quiet: bool = False, untrained: bool = False) -> None:
         self.console = Console(highlight=False, quiet=quiet)
-        self.untrained = untrained  # another experiment would train the model first
+        self.untrained = untrained  # another experiment trains the model first
         self.problems: list[str] = []
-        self.start = time.time() - psutil.Process().create_time()  # seconds to load everything
+        self.start = time.time() - psutil.Process().create_time()  # seconds of loading
 
     def section(self, title: str, *lines: str) -> None:
         """Print a title and the lines below it."""
@@ -39,7 +39,7 @@ class Findings:
         self.console.print(Text("  ", style=style).append(line), soft_wrap=True)
 
     def problem(self, text: str, *, of_replies: bool = False) -> None:
-        """Note something to change; what an untrained model replies is no problem yet."""
+        """Record a problem; replies of an untrained model only print a line."""
         if of_replies and self.untrained:
             self.say(f"of the untrained model: {text}")
         else:
@@ -47,7 +47,7 @@ class Findings:
             self.say(f"problem: {text}", style="red")
 
     def finish(self) -> int:
-        """Print and return how many problems there are."""
+        """Print and return the number of problems."""
         count = len(self.problems)
         text = "no problem found" if not count else f"{count} problem{'s' if count > 1 else ''}:"
         self.section(f"preflight: {text}", *[f"- {problem}" for problem in self.problems])
@@ -56,7 +56,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Phase:
-    """What a phase of an iteration took: seconds, and bytes in use before it and at its peak."""
+    """Cost of a phase of an iteration: seconds, and bytes in use before it and at its peak."""
 
     seconds: float
     before: int
@@ -65,19 +65,19 @@ class Phase:
 
 @dataclass(frozen=True)
 class Iteration:
-    """An iteration that was played: its batch and its phases."""
+    """A measured iteration: its batch and its phases."""
 
     batch: TensorDictBase
     phases: dict[str, Phase]
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the whole."""
+        """Return the seconds of all phases."""
         return sum(phase.seconds for phase in self.phases.values())
 
 
-def play(loop: Trainer, number: int) -> Iteration:
-    """Play an iteration as the run would, and measure it."""
+def profile(loop: Trainer, number: int) -> Iteration:
+    """Run an iteration as training does, and measure its phases."""
     phases: dict[str, Phase] = {}
 
     def phase(name: str, work: Callable[[], Any]) -> Any:
@@ -95,11 +95,11 @@ def play(loop: Trainer, number: int) -> Iteration:
 
 
 def restart_peak(device: torch.device) -> int:
-    """Reset `trainer.runtime.peak_memory`, where the system can; return the bytes in use."""
+    """Reset `trainer.runtime.peak_memory` where supported; return the bytes in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    with suppress(OSError, AttributeError):  # glibc gives back what it keeps of work that is done
+    with suppress(OSError, AttributeError):  # glibc returns freed memory to the system
         ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):  # Linux
         Path("/proc/self/clear_refs").write_text("5")
