@@ -52,7 +52,7 @@ def cache_folder(experiment: str, config: dict[str, Any]) -> Path:
     """
     kept = {k: v for k, v in config.items() if k not in IRRELEVANT}
     sources = _sources(config.get("env", {}).get("task"))
-    text = json.dumps([kept, version("leash"), *sources], sort_keys=True)
+    text = json.dumps([kept, version("leash-rl"), *sources], sort_keys=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:12]
     return cache_dir() / "experiments" / f"{experiment}-{key}"
 

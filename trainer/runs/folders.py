@@ -31,8 +31,12 @@ def unique_folder(parent: str) -> str:
 
 def script() -> str:
     """Return train.py as a command names it that is typed where this process is."""
-    near = os.path.relpath(SCRIPT)
-    return str(SCRIPT) if near.startswith("..") else near
+    return str(SCRIPT) if (near := os.path.relpath(SCRIPT)).startswith("..") else near
+
+
+def program() -> list[str]:
+    """Return the words that start leash: `leash` where it is installed, else those of a clone."""
+    return ["python", script()] if (SCRIPT.parent / "pyproject.toml").exists() else ["leash"]
 
 
 def is_main_rank() -> bool:
