@@ -6,7 +6,7 @@ PIP_IN := bin/pip install --disable-pip-version-check -q
 PIP := .venv/$(PIP_IN)
 ARGS ?=
 
-.PHONY: help setup run test test-runs lint bench test-learn test-reliability test-scale neutral mutants test-ray test-others test-peers test-vllm test-floors test-browser yardstick clean
+.PHONY: help setup run test test-runs lint bench test-learn test-reliability test-scale neutral mutants test-ray test-others test-peers test-vllm test-floors test-browser yardstick docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -124,5 +124,15 @@ test-peers: .venv-trl/.ready  ## rows of docs/coming_from_*.md against the code 
 	.venv-trl/$(PIP_IN) --no-deps verl==0.9.1 openrlhf==0.11.2
 	touch $@
 
+docs: .venv-docs/.ready  ## the site, into site/index.html; a broken link or name fails
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
+# The extra alone: mkdocstrings reads the code, it imports neither leash nor torch.
+.venv-docs/.ready: pyproject.toml constraints.txt
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	| .venv-docs/$(PIP_IN) -c constraints.txt -r /dev/stdin
+	touch $@
+
 clean:  ## remove the virtual environments and caches of this checkout
-	rm -rf .venv .venv-others .venv-vllm .venv-floors .venv-trl .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-others .venv-vllm .venv-floors .venv-trl .venv-docs site .pytest_cache .ruff_cache *.egg-info

@@ -123,20 +123,20 @@ def worker(folder: str, resume: str | None = None) -> int:
     return int(alone and cfg.preflight and value > 0)
 
 
-def open_streams() -> None:
-    """Open the standard streams that a daemon lacks: the next file would get their number."""
+def main() -> int:
+    """Do what the command line says, of `python train.py` or `leash`; return the exit code."""
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
-        if getattr(sys, name) is None:
+        if getattr(sys, name) is None:  # below a daemon: the next file would get its number
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
         if mode == "w":  # pdb may have read from stdin already
             getattr(sys, name).reconfigure(errors="replace")  # for unprintable characters
+    sys.path.append(os.getcwd())  # the user's modules, after all others
+    if sys.argv[1:2] == ["--worker"]:
+        return worker(*sys.argv[2:])
+    from conf.cli import cli  # not needed by a worker
+
+    return cli()
 
 
 if __name__ == "__main__":
-    open_streams()
-    sys.path.append(os.getcwd())  # the user's modules, after all others
-    if sys.argv[1:2] == ["--worker"]:
-        sys.exit(worker(*sys.argv[2:]))
-    from conf.cli import cli  # not needed by a worker
-
-    sys.exit(cli())
+    sys.exit(main())

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from trainer.reports.formats import duration, nats, short
-from trainer.runs.folders import quoted, script
+from trainer.runs.folders import program, quoted
 from trainer.runs.redact import redact_text
 from trainer.runs.run_files import PLACES, Run, dig, number
 
@@ -66,7 +66,7 @@ NOTHING = "nothing is saved: it ended before its first checkpoint; begin again w
 def resume_command(folder: Path, *, mode: str = "") -> str:
     """Return the command that resumes a run, or runs another mode on its model."""
     prefix = f"mode={mode} " if mode else ""
-    return f"python {shlex.quote(script())} {prefix}resume={shlex.quote(hydra_path(folder))}"
+    return f"{shlex.join(program())} {prefix}resume={shlex.quote(hydra_path(folder))}"
 
 
 def hydra_path(path: Path) -> str:
@@ -86,7 +86,7 @@ def repeat_command(run: Run) -> str:
     named = [word for word in words if word.startswith("experiment=")]
     first = named or [f"experiment={run.experiment}"]
     rest = [word for word in words if word not in named]
-    return shlex.join(["python", script(), *first, *rest]) if run.words else ""
+    return shlex.join([*program(), *first, *rest]) if run.words else ""
 
 
 def python_reward(run: Run) -> bool:

@@ -21,7 +21,7 @@ from trainer.limit import ACCURACY, EVAL_KL, EVAL_REWARD, FILE, Limit, read_limi
 from trainer.reports.formats import leaves, nats, one_line, short
 from trainer.reports.summary import hydra_path, repeat_command
 from trainer.runs.discover import find_jobs
-from trainer.runs.folders import script
+from trainer.runs.folders import program
 from trainer.runs.lock import is_free
 from trainer.runs.redact import redact, redact_text
 from trainer.runs.run_files import PLACES, Run, dig, is_sweep, load_run, number, read_yaml
@@ -144,7 +144,7 @@ def load_sweep(folder: str | Path) -> Sweep:
     words = [redact_text(word) for word in plan.get("words", [])]
     place = f"hydra.sweep.dir={hydra_path(folder.resolve())}"
     left = sum(not (folder / name).is_dir() for name in plan.get("jobs", []))
-    return Sweep(folder, jobs, left, live, shlex.join(["python", script(), "-m", *words, place]))
+    return Sweep(folder, jobs, left, live, shlex.join([*program(), "-m", *words, place]))
 
 
 def load_jobs(folder: Path) -> Sequence[Job]:

@@ -52,7 +52,7 @@ def cache_folder(experiment: str, config: dict[str, Any]) -> Path:
     """
     relevant = {k: v for k, v in config.items() if k not in IRRELEVANT}
     sources = _sources(config.get("env", {}).get("task"))
-    text = json.dumps([relevant, version("leash"), *sources], sort_keys=True)
+    text = json.dumps([relevant, version("leash-rl"), *sources], sort_keys=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:12]
     return cache_dir() / "experiments" / f"{experiment}-{key}"
 

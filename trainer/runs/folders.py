@@ -31,8 +31,12 @@ def unique_folder(parent: str) -> str:
 
 def script() -> str:
     """Return the path of train.py for a command, relative to the current directory if below it."""
-    near = os.path.relpath(SCRIPT)
-    return str(SCRIPT) if near.startswith("..") else near
+    return str(SCRIPT) if (near := os.path.relpath(SCRIPT)).startswith("..") else near
+
+
+def program() -> list[str]:
+    """Return what starts leash: `leash` where installed, `python train.py` in a clone."""
+    return ["python", script()] if (SCRIPT.parent / "pyproject.toml").exists() else ["leash"]
 
 
 def is_main_rank() -> bool:

@@ -3,12 +3,13 @@
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-PACKAGES = ("leash", "torch", "transformers", "tensordict", "accelerate", "vllm")
+PACKAGES = ("leash-rl", "torch", "transformers", "tensordict", "accelerate", "vllm")
 ROOT = Path(__file__).parents[2]
 
 
@@ -22,10 +23,8 @@ def about_machine(device: torch.device, ranks: int) -> dict[str, str | int]:
     out: dict[str, str | int] = {"device": name, "ranks": ranks}
     out |= {"python": platform.python_version(), "system": platform.platform(terse=True)}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             out[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return out | _commit()
 
 
