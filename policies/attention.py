@@ -20,18 +20,20 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Return the outputs [B, L, heads, D]; query [B, heads, L, D], key and value [B, groups, S, D].
 
-    mask [B, 1, L, S] bool marks who sees whom. Large inputs, and those without a mask, go to SDPA.
+    mask [B, 1, L, S] bool marks who sees whom. Large inputs and prompts without a mask go to SDPA.
     """
     rows, heads, length, width = query.shape
     groups, size = key.shape[1:3]
     small = query.device.type == "cpu" and rows * heads * length * size <= LARGEST
-    if not small or mask is None or mask.dtype != torch.bool:
+    plain = length == 1 if mask is None else mask.dtype == torch.bool  # None: causal
+    if not (small and plain):
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     scale = kwargs.get("scaling") or width**-0.5
     query = (query * scale).reshape(rows, groups, heads // groups * length, width)
     scores = (query @ key.transpose(2, 3)).view(rows, groups, -1, length, size)
-    lowest = torch.finfo(scores.dtype).min  # finite: a padded query may see no key at all
-    scores = scores.masked_fill(~mask[:, :, None, :, :size], lowest)
+    if mask is not None:
+        lowest = torch.finfo(scores.dtype).min  # finite: a padded query may see no key at all
+        scores.masked_fill_(~mask[:, :, None, :, :size], lowest)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     weights = weights.to(scores.dtype).view(rows, groups, -1, size)
     return (weights @ value).view(rows, heads, length, -1).transpose(1, 2), None
