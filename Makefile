@@ -49,7 +49,7 @@ test-reliability: .venv/.ready-dev  ## real runs with faults put in
 test-scale: .venv/.ready-dev  ## shards, nodes and sweeps side by side, in many settings
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m scale tests/scale $(ARGS)
 
-BASE ?= 1d58e7b
+BASE ?= HEAD
 neutral: .venv/.ready-dev  ## six small experiments here and at BASE: metrics.jsonl equal to the bit
 	$(BIN)/python tests/neutral.py $(BASE) $(ARGS)
 
@@ -109,6 +109,7 @@ test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual 
 
 bench: .venv/.ready-dev  ## timings, as ratios to a floor in the same run
 	$(BIN)/python -m benchmarks.iteration $(ARGS)
+	$(BIN)/python -m benchmarks.head
 
 yardstick: .venv/.ready-dev .venv-trl/.ready  ## the same training by leash and by TRL, into docs/yardstick.md (half an hour)
 	$(BIN)/python -m benchmarks.yardstick $(ARGS)

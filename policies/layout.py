@@ -158,10 +158,10 @@ def groups(group_id: Tensor) -> list[list[int]]:
     >>> groups(torch.tensor([4, 4, 0, 4]))
     [[0, 1, 3], [2]]
     """
-    found: dict[int, list[int]] = {}
+    rows_of: dict[int, list[int]] = {}
     for row, group in enumerate(group_id.tolist()):
-        found.setdefault(group, []).append(row)
-    return list(found.values())
+        rows_of.setdefault(group, []).append(row)
+    return list(rows_of.values())
 
 
 def pack_rows(

@@ -8,7 +8,7 @@ import torch
 from policies import lora as adapters
 from policies.chats.templates import find_template, require_template, with_variables
 from policies.models import ModelFiles, find_model, has_adapter, load_model, load_tokenizer
-from policies.scorer import HERE, Scorer
+from policies.scorer import LOCAL, Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 
 
@@ -41,14 +41,14 @@ def load_policy(
     the tokenizer's template.
     `policy.files` says where the weights are (folder, origin, sha256).
     """
-    found = find_model(model, source=source)
-    tokenizer = load_tokenizer(found)
+    files = find_model(model, source=source)
+    tokenizer = load_tokenizer(files)
     if chat_template is None:
         require_template(tokenizer)
     if chat_template_kwargs:
         template = find_template(tokenizer, chat_template).text
         chat_template = with_variables(template, chat_template_kwargs)
-    network = load_model(found, dtype=dtype, device=device)
+    network = load_model(files, dtype=dtype, device=device)
     if lora and lora.get("r") != 0:
         adapters.add_adapter(network, **lora)
     if gradient_checkpointing:  # nothing is random in a layer: dropout is 0
@@ -71,7 +71,7 @@ def load_policy(
     )
     if chat_template is not None:  # the saved model speaks the template it was trained with
         policy.tokenizer.chat_template = policy.renderer.template
-    policy.files, policy.source = found, source
+    policy.files, policy.source = files, source
     policy.system_prompt = system_prompt
     return policy
 
@@ -101,10 +101,10 @@ def load_reference(
     A policy with an adapter is not copied: its reference is the same model with the adapter off,
     or, if the adapter is not at zero any more or the reference `moves`, with a copy of the adapter.
     """
-    found = getattr(policy, "files", None)
+    files = getattr(policy, "files", None)
     if name is not None:
-        found = find_model(name, source=getattr(policy, "source", "auto"))
-        scorer = _load_scorer(found, policy)
+        files = find_model(name, source=getattr(policy, "source", "auto"))
+        scorer = _load_scorer(files, policy)
     elif has_adapter(policy.model):
         bare = adapters.is_zero(policy.model) and not moves
         adapter = None if bare else adapters.freeze_copy(policy.model)
@@ -112,7 +112,7 @@ def load_reference(
     else:
         network = policy.scorer.placement.copy(policy.model).requires_grad_(False).eval()
         scorer = Scorer(network, autocast=policy.scorer.autocast)
-        if policy.scorer.placement is HERE and not moves:
+        if policy.scorer.placement is LOCAL and not moves:
             _cast_layers(scorer)
     reference = policy.get_new_version(
         model=scorer,
@@ -123,7 +123,7 @@ def load_reference(
         micro_batch_tokens=micro_batch_tokens,
         inplace=False,
     )
-    reference.files = found
+    reference.files = files
     return reference
 
 
@@ -146,11 +146,11 @@ def check_head(scorer: Scorer) -> None:
         )
 
 
-def _load_scorer(found: ModelFiles, policy: TransformersWrapper) -> Scorer:
+def _load_scorer(files: ModelFiles, policy: TransformersWrapper) -> Scorer:
     """Return a frozen scorer on a model of the policy's vocabulary, dtype and device."""
     like = next(policy.model.parameters())
-    network = load_model(found, dtype=str(like.dtype).split(".")[-1], device=like.device)
-    _check_vocabulary(found, network.get_input_embeddings().num_embeddings, policy)
+    network = load_model(files, dtype=str(like.dtype).split(".")[-1], device=like.device)
+    _check_vocabulary(files, network.get_input_embeddings().num_embeddings, policy)
     scorer = Scorer(network.requires_grad_(False), autocast=policy.scorer.autocast)
     check_head(scorer)
     _cast_layers(scorer)
@@ -166,14 +166,14 @@ def _cast_layers(scorer: Scorer) -> None:
             layer.to(scorer.autocast or layer.weight.dtype)
 
 
-def _check_vocabulary(found: ModelFiles, rows: int, policy: TransformersWrapper) -> None:
+def _check_vocabulary(files: ModelFiles, rows: int, policy: TransformersWrapper) -> None:
     """Refuse a model in which an id is another token than in the policy, or has no embedding."""
-    mine, theirs = policy.tokenizer.get_vocab(), load_tokenizer(found).get_vocab()
+    mine, theirs = policy.tokenizer.get_vocab(), load_tokenizer(files).get_vocab()
     named = {i: token for token, i in theirs.items()}
     for token, i in mine.items():
         if i >= rows or named.get(i, token) != token or theirs.get(token, i) != i:
             raise ValueError(
-                f"expected kl.reference to have the policy's vocabulary, got {found.folder}: "
+                f"expected kl.reference to have the policy's vocabulary, got {files.folder}: "
                 f"{token!r} has id {i} in the policy and {theirs.get(token)} of {rows} there; use "
                 "a reference of the same family"
             )

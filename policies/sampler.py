@@ -1,6 +1,6 @@
 """Sampling: prompts in, exact ids and their log-probabilities out.
 
-The log-prob of a token comes from the very logits it was drawn from, at the sampling temperature
+The log-prob of a token comes from the very logits it was sampled from, at the sampling temperature
 and after the filters (see Filters).
 Draws are by inverse CDF on counter-based uniforms, so a row's reply does not depend on the batch.
 A prompt that several adjacent rows share is run once; rows that have ended leave the batch.
@@ -105,14 +105,14 @@ class Stop:
     """What ends a reply: a token id, or a text that the decoded reply contains."""
 
     ids: frozenset[int]
-    found: Callable[[list[int]], bool] | None = None  # called on a row's reply so far
+    text: Callable[[list[int]], bool] | None = None  # whether a row's reply contains a stop text
 
     def __call__(self, replies: Tensor, ids: Tensor) -> Tensor:
         """Return which replies [n, t] end with their last token, [n] bool; ids as a tensor."""
         ended = torch.isin(replies[:, -1], ids)
-        if self.found is None:
+        if self.text is None:
             return ended
-        return ended | ended.new_tensor([self.found(r) for r in replies.tolist()])
+        return ended | ended.new_tensor([self.text(r) for r in replies.tolist()])
 
 
 @torch.no_grad()
@@ -150,18 +150,18 @@ def sample(
         seen = torch.zeros(size, state.logits.shape[-1], dtype=torch.bool, device=device)
         seen[attention.nonzero()[:, 0], prompts[attention]] = True
     for step in range(max_new_tokens):
-        said = None if seen is None else seen[alive]
-        logits = filters.process(state.logits, seen=said, step=step, ends=stop_ids)  # [n, V]
+        past = None if seen is None else seen[alive]
+        logits = filters.process(state.logits, seen=past, step=step, ends=stop_ids)  # [n, V]
         scaled = logits if temperature == 0 else filters.cut(logits / temperature)
         if temperature == 0:
-            drawn = logits.argmax(-1)
+            sampled = logits.argmax(-1)
         else:
             u = uniforms(streams[alive], starts[alive] + step)
-            drawn = inverse_cdf(scaled.softmax(-1), u)
+            sampled = inverse_cdf(scaled.softmax(-1), u)
         if seen is not None:
-            seen[alive, drawn] = True
-        picked = scaled.gather(-1, drawn[:, None]).squeeze(-1) - scaled.logsumexp(-1)  # [n]
-        replies[alive, step], log_probs[alive, step] = drawn, picked
+            seen[alive, sampled] = True
+        picked = scaled.gather(-1, sampled[:, None]).squeeze(-1) - scaled.logsumexp(-1)  # [n]
+        replies[alive, step], log_probs[alive, step] = sampled, picked
         lengths[alive] = step + 1
         ended = stop(replies[alive, : step + 1], stop_ids)
         complete[alive] = ended
@@ -169,7 +169,7 @@ def sample(
         alive = alive[going]
         if len(alive) == 0 or step + 1 == max_new_tokens:
             break
-        state.advance(drawn, going)
+        state.advance(sampled, going)
     longest = int(lengths.max())
     return Sampled(replies[:, :longest], log_probs[:, :longest], lengths, complete)
 
@@ -196,14 +196,14 @@ class _Prefilled:
         self.position = position[owner, -1:] + 1  # [n, 1]
         self.logits = out.logits[owner, -1].float()  # [n, V]
 
-    def advance(self, drawn: Tensor, going: Tensor) -> None:
-        """Feed the drawn tokens of the rows `going` on; the others leave."""
-        if len(going) < len(drawn):
+    def advance(self, sampled: Tensor, going: Tensor) -> None:
+        """Feed the sampled tokens of the rows `going` on; the others leave."""
+        if len(going) < len(sampled):
             self.cache.batch_select_indices(going)
             self.mask, self.position = self.mask[going], self.position[going]
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(going), 1)], -1)
         out = self.model(
-            input_ids=drawn[going, None],
+            input_ids=sampled[going, None],
             attention_mask=self.mask,
             position_ids=self.position,
             past_key_values=self.cache,

@@ -53,12 +53,12 @@ class Placement:
         return {}
 
 
-HERE = Placement()
+LOCAL = Placement()
 
 
 def placement_of(part: Any) -> Placement:
     """Return where the weights of a policy are; an engine has its own, all of them."""
-    return getattr(getattr(part, "scorer", None), "placement", HERE)
+    return getattr(getattr(part, "scorer", None), "placement", LOCAL)
 
 
 class Scorer(nn.Module):
@@ -68,15 +68,17 @@ class Scorer(nn.Module):
     `autocast` is the dtype of the matrix products, None for that of the weights.
     """
 
-    placement: Placement = HERE
+    placement: Placement = LOCAL
 
     def __init__(
         self, model: nn.Module, *, share_prompts: bool = True, autocast: torch.dtype | None = None
     ) -> None:
         super().__init__()
         if not hasattr(model, "config"):
-            what = "expected a causal language model of transformers, with a config"
-            raise ValueError(f"{what}, got {type(model).__name__}; derive it from PreTrainedModel")
+            wanted = "expected a causal language model of transformers, with a config"
+            raise ValueError(
+                f"{wanted}, got {type(model).__name__}; derive it from PreTrainedModel"
+            )
         self.model, self.autocast = model, autocast
         self.critic: Critic | None = None  # gives values from the same forward
         self.share_prompts = share_prompts and layout.takes_masks(model.config)
@@ -112,8 +114,8 @@ class Scorer(nn.Module):
                 if reference.share_prompts != self.share_prompts:
                     lay = reference._lay(tokens, attention_mask, keep, group_id)
                 theirs = reference._dist(lay, keep, temperature)
-        found = mine.scores(tokens, entropy=entropy, learn=learn_entropy, reference=theirs)
-        return found if value is None else replace(found, values=placed(value, keep))
+        scores = mine.scores(tokens, entropy=entropy, learn=learn_entropy, reference=theirs)
+        return scores if value is None else replace(scores, values=placed(value, keep))
 
     def _dist(self, lay: layout.Layout, keep: Tensor, temperature: Tensor | float):
         return TokenDistribution(self.head(), self.hidden(lay), keep, temperature=temperature)
@@ -157,11 +159,11 @@ class Scorer(nn.Module):
     def precision(self) -> AbstractContextManager:
         """Return the autocast context that sampling and scoring share."""
         device = self.placement.device or next(self.model.parameters()).device
-        on, kept = (
+        on, cached = (
             self.autocast is not None,
             self.placement.gathered,
         )  # else copies outlive their layer
-        return torch.autocast(device.type, self.autocast, enabled=on, cache_enabled=kept)
+        return torch.autocast(device.type, self.autocast, enabled=on, cache_enabled=cached)
 
     def _lay(self, tokens, attention, keep, group_id, pack: bool = False) -> layout.Layout:
         most = max_positions(self.model)
@@ -216,17 +218,17 @@ def score_in_parts(
     parts = [list(range(len(tokens)))]
     if limit is not None:
         parts = layout.pack_rows(attention, limit, group_id=group_id)
-    given: tuple[Any, ...] = (tokens, attention, keep, group_id, temperature)
+    inputs: tuple[Any, ...] = (tokens, attention, keep, group_id, temperature)
     done = []
-    placement: Placement = getattr(getattr(score, "__self__", score), "placement", HERE)
+    placement: Placement = getattr(getattr(score, "__self__", score), "placement", LOCAL)
     with placement.forwards(len(parts)) as count:
         for rows in parts + [[]] * (count - len(parts)):
             index = torch.tensor(rows, dtype=torch.int64, device=tokens.device)
-            ids, mask, kept, group, scale = (
-                x[index] if getattr(x, "ndim", 0) else x for x in given
+            ids, mask, part_keep, group, scale = (
+                x[index] if getattr(x, "ndim", 0) else x for x in inputs
             )
             options |= {} if scale is None else {"temperature": scale}
-            part = score(ids, mask, kept, group_id=group, **options)
+            part = score(ids, mask, part_keep, group_id=group, **options)
             done.append(part if isinstance(part, Tensor) else part.log_probs)
     order = torch.tensor([row for rows in parts for row in rows], device=tokens.device)
     return torch.cat(done)[order.argsort()]

@@ -74,7 +74,7 @@ class TokenDistribution:
         self, head: Head, states: Tensor, mask: Tensor, *, temperature: Tensor | float = 1.0
     ) -> None:
         self.head, self.states, self.mask = head, states, mask
-        self.scale = _per_kept(temperature, mask)
+        self.scale = _per_token(temperature, mask)
 
     def scores(
         self,
@@ -90,8 +90,8 @@ class TokenDistribution:
         """
         both = [self] if reference is None else [self, reference]
         reads = [(d.head.cast(), d.states.detach()) for d in both]
-        asked = reads, value[self.mask], self.scale, entropy or learn, learn
-        columns = _Sliced.apply(self.states, self.head.weight, self.head.bias, *asked)
+        inputs = reads, value[self.mask], self.scale, entropy or learn, learn
+        columns = _Sliced.apply(self.states, self.head.weight, self.head.bias, *inputs)
         return Scores(*(None if c is None else placed(c, self.mask) for c in columns))
 
 
@@ -138,7 +138,7 @@ class _Sliced(torch.autograd.Function):
             )
         columns = [torch.cat(c) if c[0] is not None else None for c in zip(*parts, strict=True)]
         ctx.save_for_backward(states, weight, bias, *columns[1:])
-        ctx.given = reads, target, scale, [torch.cat(n)[:, None] for n in zip(*norms, strict=True)]
+        ctx.inputs = reads, target, scale, [torch.cat(n)[:, None] for n in zip(*norms, strict=True)]
         ctx.set_materialize_grads(False)
         if entropy and not learn:
             ctx.mark_non_differentiable(columns[1])
@@ -148,7 +148,7 @@ class _Sliced(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor | None):  # type: ignore[override]
         """Return the gradients of states [K, H], weight [V, H] and bias [V]."""
         states, weight, bias, *sums = ctx.saved_tensors
-        reads, target, scale, (mass, *norms) = ctx.given
+        reads, target, scale, (mass, *norms) = ctx.inputs
         spread, kl = (None if x is None else x[:, None] for x in sums)
         log_prob, entropy, full = (None if g is None else g[:, None] for g in above)  # [K, 1]
         (head, hidden), *others = [(head, h.to(head.weight.dtype)) for head, h in reads]
@@ -216,7 +216,7 @@ def log_ratio(curr: Tensor, ref: Tensor) -> Tensor:
     return (curr - ref).masked_fill(curr == -torch.inf, 0)
 
 
-def _per_kept(temperature: Tensor | float, keep: Tensor) -> Tensor | None:
+def _per_token(temperature: Tensor | float, keep: Tensor) -> Tensor | None:
     """Return the temperature of each kept token, [K, 1], None where it is 1 everywhere."""
     value = torch.as_tensor(temperature, dtype=torch.float32, device=keep.device)
     if bool((value == 1).all()):

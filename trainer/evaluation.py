@@ -22,7 +22,7 @@ from envs.tasks.task import Task
 from policies.cache import write_text
 from policies.protocols import Generator
 from policies.random import fold, in_float64
-from policies.scorer import HERE, placement_of
+from policies.scorer import LOCAL, placement_of
 from trainer.collect import collect
 from trainer.limit import FILE, Limit, read_limit
 from trainer.runtime import Runtime
@@ -223,7 +223,7 @@ def sample(
     player.plans, player.efficiency = [play.plan("limit", samples, 1.0)], None
     size = play.prompts_per_batch * 8 // samples  # in replies as with eval.num_samples=8
     player.prompts_per_batch = max(1, size)
-    player.placements = (play.placements[0], HERE)  # no KL is measured
+    player.placements = (play.placements[0], LOCAL)  # no KL is measured
     player(0, on_progress=on_progress, on_batch=on_batch)
     rows = dict(sorted(item for part in play.runtime.gather(scores) for item in part.items()))
     values = {"reward": [r for r, _ in rows.values()], "success": [s for _, s in rows.values()]}

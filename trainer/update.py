@@ -131,15 +131,15 @@ class Update:
             max_tokens=self.max_tokens,
         )
         batch.set("weight", weight)
-        parts, own = self._micro_batches(batch), _Log()
+        parts, sums = self._micro_batches(batch), _Log()
         for number, rows in enumerate(parts):
-            self._backward(select_rows(batch, rows), own, last=number + 1 == len(parts))
+            self._backward(select_rows(batch, rows), sums, last=number + 1 == len(parts))
         limit = self.max_grad_norm or math.inf
         norm = self.runtime.clip(self.scorer.parameters(), limit)
-        own.notes = {"optim/lr": [rate], "optim/grad_norm": [norm]}
-        log.join(own)
+        sums.notes = {"optim/lr": [rate], "optim/grad_norm": [norm]}
+        log.join(sums)
         far = self.target_kl is not None and (  # of the tokens of all ranks, so all of them agree
-            own.result(self.runtime)["kl/behaviour_k3"] > self.target_kl
+            sums.result(self.runtime)["kl/behaviour_k3"] > self.target_kl
         )
         for group in self.optimizer.param_groups:
             waits = iteration < group.get("since", 0)
