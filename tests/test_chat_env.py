@@ -1,12 +1,14 @@
 """A chat as an environment: what reset and step write, in each mode, and ids that keep up."""
 
+from copy import copy
+
 import pytest
 import torch
 from contracts import Words, make_policy, prompts
 from tensordict import TensorDict, lazy_stack
 from uneven_chats import data, replied
 
-from envs import ChatEnv
+from envs import ChatEnv, DatasetChatEnv
 from envs.chat_io import change_chats
 from envs.tasks.task import Reply, Reward, Task, assistant, user
 from envs.transforms import Transform
@@ -160,6 +162,8 @@ def test_a_query_may_be_a_text_or_a_history():
     for query, want in (("Hello?", [user("Hello?") | {"role": "child"}]), (history, answered)):
         td = env.reset(TensorDict({"query": query}, batch_size=[2]))
         assert td["history"].prompt.chats() == [[boss, *want]] * 2
+    td = env.reset(TensorDict({"query": "Hello?"}, batch_size=[]))  # for each of the batch
+    assert [chat[1]["content"] for chat in td["history"].prompt.chats()] == ["Hello?"] * 2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -203,3 +207,55 @@ def test_the_trainer_refuses_edited_turns():
     env = ChatEnv(Words(2), group_size=2, max_turns=2).append_transform(EditLastTurn())
     with pytest.raises(ValueError, match="a transform edited"):
         collect(prompts(2), env, make_policy())
+
+
+def td_of(query, size=(1,)) -> TensorDict:
+    return TensorDict({"query": query}, batch_size=size)
+
+
+def played_on(mode: str, *gone, **written):
+    """Step in a mode without some entries, and with other texts as whole chats."""
+    env = ChatEnv(batch_size=1, input_mode=mode, tokenizer=make_policy().tokenizer)
+    td = env.rand_action(env.reset(td_of("Hello?"))).exclude(*gone)
+    if written:
+        td["text"].full = [written["full"]]
+    return env.step(td)
+
+
+def of_a_task(env: ChatEnv) -> TensorDict:
+    return env.step(replied(env.reset(data(row("a"))), "b").exclude("row"))
+
+
+REFUSED = [
+    (lambda: ChatEnv(group_size=0), "group_size"),
+    (lambda: ChatEnv(max_turns=0), "max_turns"),
+    (lambda: ChatEnv(input_mode="ids"), "input_mode"),
+    (lambda: ChatEnv(input_mode="text"), "tokenizer"),
+    (lambda: ChatEnv(batch_size=3, group_size=2), "group_size=2"),
+    (lambda: ChatEnv(template_kwargs={"padding": True}), r"template_kwargs.*'padding'"),
+    (lambda: ChatEnv().reset(), "got None"),
+    (lambda: ChatEnv().reset(td_of("a", ())), "one batch dimension"),
+    (lambda: ChatEnv(batch_size=4, group_size=2).reset(td_of(["a"])), "expected 2 rows"),
+    (lambda: ChatEnv(data_key="asked").reset(td_of(["a"])), r"'asked', got \['query'\]"),
+    (lambda: ChatEnv().rollout(0), "max_steps"),
+    (lambda: ChatEnv(Counting()).reset(data({"messages": [assistant("Me")]})), "assistant's 'Me'"),
+    (lambda: of_a_task(ChatEnv(Counting())), "step expected 'row'"),
+    (lambda: played_on("text", full="Other"), r"begin with text\.prompt, got 'Other'"),
+    (lambda: played_on("text", ("history", "prompt")), r"history\.prompt"),
+    (lambda: played_on("tokens", ("tokens", "prompt")), r"tokens\.prompt"),
+    (lambda: DatasetChatEnv(dataset="d", apply_template=True), "input_mode='text'"),
+    (lambda: DatasetChatEnv(dataset="d", ray_backend=True), "ray_backend"),
+    (lambda: ChatEnv.from_dataloader([], primers=1), "primers"),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), REFUSED, ids=[says for _, says in REFUSED])
+def test_what_an_environment_cannot_do_is_refused_by_its_name(call, says):
+    with pytest.raises((ValueError, RuntimeError), match=says):
+        call()
+
+
+def test_a_copy_of_a_transformed_environment_plays_alike():
+    env = ChatEnv(group_size=2, tokenizer=make_policy().tokenizer, with_tokenizer=True)
+    prompts = [e.reset(td_of(["a"]))["tokens"][1].get("prompt") for e in (env, copy(env))]
+    assert torch.equal(*prompts)

@@ -130,6 +130,8 @@ def test_missing_columns_are_named_with_their_key(tmp_path):
         ({"messages": [{"role": "bot", "content": "x"}, SAID]}, r"messages\[0\]\.role"),
         ({"messages": [{"role": "user"}, SAID]}, r"messages\[0\]\.content"),
         ({"messages": [USER]}, "messages"),
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": ["Hi", SAID]}, r"messages\[0\]"),
     ],
 )
 def test_a_malformed_cell_is_named_by_row_and_column(tmp_path, cells, place):

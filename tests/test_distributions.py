@@ -342,3 +342,40 @@ def test_a_run_learns_the_tokens_that_its_mask_names():
             want = want & (torch.arange(want.shape[1]) >= starts[:, None])
             assert want.sum() < batch["masks", "all_response_mask"].sum()
         assert torch.equal(batch["loss_mask"], want & kept)
+
+
+MASKED = [
+    ({}, "mask or indices, got neither"),
+    ({"mask": FULL, "probs": scores()}, "logits or probs, got both"),
+    ({"mask": FULL[0]}, "mask"),
+    ({"mask": FULL.long()}, "bool mask"),
+    ({"mask": FULL, "logits": scores().long()}, "float logits"),
+    ({"indices": torch.full((B, T, 2), PAD)}, "padding_value"),
+    ({"indices": FULL.double()}, "integers.*float64"),
+    ({"indices": FULL[0].long()}, r"indices \[\*\(2, 4\), I\]"),
+]
+
+
+@pytest.mark.parametrize(("given", "key"), MASKED, ids=[key for _, key in MASKED])
+def test_wrong_parameters_are_refused(given, key):
+    with pytest.raises(ValueError, match=key):
+        MaskedOneHotCategorical(**{"logits": scores(), **given})
+
+
+@of_sequences
+def test_an_expanded_distribution_of_sequences_gives_the_same_values(kind):
+    dist = KINDS[kind][1](scores(), ignore_index=-7)
+    wide = dist.expand((3, B, T))
+    assert (wide.batch_shape, wide.sample().shape) == ((3, B, T), (3, B, T))
+    for name in ("mode", "mask", "probs"):
+        assert torch.equal(getattr(wide, name)[2], getattr(dist, name)), name
+    assert torch.equal(wide.entropy()[1], dist.entropy())
+    assert torch.equal(wide.log_prob(EVERY[:3]), dist.log_prob(EVERY[:3]))
+
+
+def test_one_hots_are_those_of_torch():
+    ours, x = OneHotCategorical(scores()), scores()
+    theirs, every = torch.distributions.OneHotCategorical(logits=x), ours.enumerate_support()
+    assert torch.equal(every.double(), theirs.enumerate_support())
+    torch.testing.assert_close(ours.log_prob(every), theirs.log_prob(every.double()))
+    assert ours.support.check(every).all()

@@ -6,13 +6,16 @@ import os
 
 import pytest
 import torch
+from pages import write_lines
 from safetensors import SafetensorError
 
+import train
 from trainer.runs.failures import LESS_MEMORY, headline, print_error, record_failure, say
+from trainer.runs.folders import TEMPORARY
 from trainer.runs.launch import kill_reason
-from trainer.runs.run_files import read_status
+from trainer.runs.run_files import read_lines, read_status
 from trainer.runs.run_log import FILE as LOG
-from trainer.runs.run_log import run_log
+from trainer.runs.run_log import VERBOSE, run_log
 
 GLOO = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. Check"
 CUDA = "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 139.80 GiB"
@@ -91,3 +94,38 @@ def test_run_log_has_what_was_logged_and_told_without_secrets(tmp_path, capsys, 
     assert (said.out, said.err) == ("a line\n", "error: a fault\n")
     lines = [line.split(" ", 2)[2] for line in (tmp_path / LOG).read_text().splitlines()]
     assert lines == ["INFO mine: sent <hidden>", "INFO leash: a line", "INFO leash: error: a fault"]
+
+
+def test_a_verbose_log_has_what_the_named_modules_debug(tmp_path, monkeypatch):
+    monkeypatch.setenv(VERBOSE, "loud,loud.too")
+    with run_log(tmp_path):
+        for name in ("loud.too", "silent"):
+            logging.getLogger(name).debug("a detail")
+    text = (tmp_path / LOG).read_text()
+    assert "DEBUG loud.too: a detail\n" in text
+    assert "silent" not in text
+
+
+def test_a_worker_alone_records_its_failure_and_removes_its_temporary_folder(
+    tmp_path, capsys, monkeypatch
+):
+    run, made = tmp_path / "run", tmp_path / f"{TEMPORARY}made"
+    for folder in (run, made):
+        folder.mkdir()
+    monkeypatch.setenv("LEASH_FOLDER", str(run))
+    monkeypatch.delenv("LEASH_PARENT", raising=False)
+    assert train.worker(str(made)) == 1  # without a configuration
+    assert "config.yaml" in capsys.readouterr().err
+    assert read_status(run)["state"] == "failed"
+    assert not made.exists()
+
+
+def test_a_large_file_is_read_at_both_its_ends(tmp_path):
+    write_lines(tmp_path, *[{"reward/mean": i / 8} for i in range(1, 101)])
+    path = tmp_path / "metrics.jsonl"
+    every, size = read_lines(path), path.stat().st_size
+    assert read_lines(path, most=size) == every
+    some = read_lines(path, most=size // 5)  # a torn line between them is left out
+    assert (some[0], some[-1]) == (every[0], every[-1])
+    assert 16 <= len(some) <= 20
+    assert [line for line in every if line in some] == some

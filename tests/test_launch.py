@@ -17,7 +17,7 @@ from conf.compose import compose_checked, compose_experiment
 from envs.rewards.trl_function import register
 from trainer.runs.experiment_models import cache_folder, resolve_experiment
 from trainer.runs.folders import unique_folder
-from trainer.runs.launch import run
+from trainer.runs.launch import cores, run
 from trainer.runs.launch import start as start_run
 from trainer.runs.lock import is_free, locked, locked_by_rank, reserved_gpus
 from trainer.runs.run_files import read_status
@@ -132,6 +132,16 @@ def test_status_comes_back_and_threads_are_set(script, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr("trainer.runs.launch.cores", lambda: 6)
     assert threads() == "6", "else the cores are shared out"
+
+
+QUOTAS = {"max 100000": 4, "250000 100000": 2, "50000 100000": 1, "900000 100000": 4, "": 4}
+
+
+@pytest.mark.parametrize(("quota", "count"), QUOTAS.items())
+def test_the_cores_are_those_of_the_mask_within_the_quota(monkeypatch, quota, count):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(Path, "read_text", lambda path: quota if path.name == "cpu.max" else "")
+    assert cores() == count
 
 
 REASONS = {"lose": "rank 1 was killed (signal 9, SIGKILL", "slow": "the real "}

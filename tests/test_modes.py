@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from statistics import fmean
 from unittest.mock import MagicMock
@@ -197,6 +198,22 @@ def test_a_chat_sets_the_policy_beside_its_reference():
     ratio = float((mine - other).sum())
     assert abs(ratio) > 0.01
     assert f"log-ratio {ratio:+.2f} nats over {len(full) - len(prompt)} tokens" in first
+
+
+def test_a_chat_answers_the_lines_of_stdin_by_the_weights_of_a_run(
+    small_run, tmp_path, monkeypatch, capsys
+):
+    said = "Sort 3 1\n" + "long " * 9_000 + "\n\n/quit\nnever\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(said))
+    do(tmp_path / "scratch", "mode=chat", f"resume={small_run.folder}")
+    text = capsys.readouterr().out
+    model = read_status(small_run.folder)["iteration"]
+    assert f"policy     the final model, iteration {model}, of {small_run.folder}" in text
+    assert "which training started from" in text
+    assert text.count("log-ratio") == 1, "of the one line that could be answered"
+    assert "log-ratio +0.00" not in text, "it was trained"
+    assert "a row has 27035 tokens" in text
+    assert sys.stdin.read() == "never\n"
 
 
 REFUSED = [
