@@ -14,7 +14,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import compose
-from conf.schema import FOLDER, TYPES, Key, declared, leaves
+from conf.schema import FOLDER, Key, declared, leaves
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRO = """\
@@ -22,16 +22,14 @@ INTRO = """\
 
 <!-- written by `python docs/make_configuration.py` from conf/: change conf/keys.yaml -->
 
-Every key of leash that `python train.py` takes: its type, its value in the default experiment \
-(`python train.py` is `experiment=grpo_smollm`), the values that it may have, and what it is. A \
-key is given as `key=value`, a file of a folder of `conf/` as `folder=file`; `python train.py \
-experiment=grpo_tiny --cfg job` prints all keys of another experiment. A key that does not exist \
-is an error that names the nearest one, and so is what does not go together, before any model is \
-loaded.
+Every key of `python train.py`: its allowed values, its value in the default experiment \
+`grpo_smollm`, and its meaning. Set a key by `key=value`, choose a file of `conf/` by \
+`folder=file`. `python train.py experiment=grpo_tiny --cfg job` prints the keys of another \
+experiment. A wrong key ends with an error that names the nearest one.
 
-What a `_target_` names takes the arguments of its constructor, whose docstring explains them, as \
-keys beside it: `env.task.min_digits=2`. Those that a file of `conf/` gives stand at the end of \
-their section; `???` is for you to give.
+The arguments of a class that a `_target_` names are keys beside it: `env.task.min_digits=2`. The \
+docstring of the class explains them. A second table of a section lists the arguments that the \
+files of `conf/` set. You must set what is `???`.
 """
 
 
@@ -51,7 +49,7 @@ def page() -> str:
             words = [part] if seen else []
             rows = _table(part, words, seen)
             if words:
-                out.append(f"\n`{part}`, without what is the same as above:\n")
+                out.append(f"\n`{part}`, where it differs:\n")
             out += rows
         out += ["", *_arguments(group), "", *_choices(group)]
     out += ["\n## experiment\n", *_choices("experiment")]
@@ -79,11 +77,11 @@ def _table(part: str, words: list[str], seen: dict[str, str]) -> list[str]:
     out, cfg = [], _composed(tuple(words))
     for name, key in leaves(part):
         default = _shown(OmegaConf.select(cfg, name))
-        row = f"| `{name}` | {_type(key)} | {default} | {_allowed(key)} | {_plain(key.about)} |"
+        row = f"| `{name}` | {_values(key)} | {default} | {_plain(key.about)} |"
         if seen.get(name) != row:
             out.append(row)
         seen[name] = row
-    return ["| key | type | default | allowed | |", "|---|---|---|---|---|", *out]
+    return ["| key | values | default | |", "|---|---|---|---|", *out]
 
 
 @cache
@@ -101,14 +99,12 @@ def first_lines(group: str) -> dict[str, str]:
     return out
 
 
-def _type(key: Key) -> str:
-    return re.sub(r", [\[{].*?[\]}]", "", TYPES[key.type][1]).removeprefix("a ")
-
-
-def _allowed(key: Key) -> str:
+def _values(key: Key) -> str:
+    """Return the values that a key may have: the choices, else the type with its range."""
     if isinstance(key.limit, list):
         return ", ".join(f"`{'null' if c is None else c}`" for c in key.limit)
-    return _plain((key.limit or "").removeprefix("to be "))
+    kind = key.type.replace("|", "or")
+    return _plain(f"{kind}, {key.limit.removeprefix('to be ')}" if key.limit else kind)
 
 
 def _plain(text: str) -> str:
