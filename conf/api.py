@@ -60,6 +60,10 @@ def train(
         words.append("env=prompts")
     words += _words(overrides)
     for name, function in named.items():
+        if not callable(function):
+            raise ValueError(
+                f'expected reward to be a function or {{"name": function}}, got {reward}'
+            )
         register(name, function)
         words.append(f'+env.rewards.{name}={{_target_: envs.rewards.Registered, name: "{name}"}}')
     unique_folder.cache_clear()  # a new folder for every call

@@ -39,7 +39,11 @@ def cli() -> int:
         if is_main_rank():
             print_error(ValueError(explain(error)))
         return 2
-    except RuntimeError:  # of a job of a sweep, which has printed it
+    except RuntimeError as error:
+        if (
+            error.args and is_main_rank()
+        ):  # a launcher's; a job prints its own and raises an empty one
+            print_error(error)
         return 1
     except KeyboardInterrupt:
         say("stopped before it began; nothing new is saved")

@@ -12,6 +12,7 @@ from trainer.runs.run_files import read_yaml
 
 @cache
 def other_names() -> dict[str, dict[str, Any]]:
+    """Read the keys of TRL, verl and others, each with what leash calls it."""
     return read_yaml(Path(__file__).with_name("other_names.yaml"))
 
 

@@ -61,6 +61,18 @@ def test_imports_have_no_circle():
     assert not graph
 
 
+TALK = "told|said|asked|given|held|own|made|drawn|meant|kept|here|there|what|whole|found"
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_names_are_words_of_computing(name):
+    """Held-out rows are the field's term."""
+    nodes = (n for n in ast.walk(TREES[name]) if not isinstance(getattr(n, "ctx", None), ast.Load))
+    names = {getattr(n, key, None) or "" for n in nodes for key in ("id", "name", "arg", "attr")}
+    words = {word for n in names for word in n.lower().replace("held_out", "").split("_")}
+    assert not [word for word in words if re.fullmatch(TALK, word)]
+
+
 def test_the_loop_imports_no_other_room():
     """Processes, pages, modes and TorchRL's names know the loop; it knows none of them."""
     rooms = [p.name for p in (ROOT / "trainer").iterdir() if (p / "__init__.py").exists()]

@@ -137,7 +137,6 @@ def gather(
     at_once: int,
 ) -> list[Score]:
     """Return the scores of an async function for all replies, run together."""
-
     free = asyncio.Semaphore(at_once)
 
     async def one(row: Row, reply: Reply) -> Score:

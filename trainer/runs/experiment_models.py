@@ -17,7 +17,7 @@ from trainer.runs.lock import locked
 from trainer.runs.run_files import PREFIX
 
 Compose = Callable[[str], dict[str, Any]]  # from the name of an experiment to its configuration
-IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight")  # to the trained weights
+IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight", "allow_targets")
 
 
 def resolve_experiment(name: str, compose: Compose, start: Callable[[dict, Path], None]) -> str:
