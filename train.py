@@ -27,6 +27,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
     import policies
     import trainer
     from policies.cache import sha256_of_inputs
+    from policies.load import resolve_autocast
     from trainer.modes import run_mode
     from trainer.runs.versions import about_machine
 
@@ -39,6 +40,8 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         # A fault in the data or in a user's reward is raised before a model is loaded.
         if cfg.allow_targets or "envs.rewards.Registered" in str(cfg.env.rewards):
             parts.find_target("envs.rewards.validate.try_reward")(task)
+        if "autocast" in cfg.policy:  # before shards are loaded on the CPU
+            cfg.policy.autocast = resolve_autocast(cfg.policy.autocast, runtime.device)
         policy = runtime.load(lambda **at: parts.make_policy(cfg.policy, **at))
         runtime.write_status(model=policy.files.about(), products=str(policy.scorer.autocast))
         leash = parts.make_leash(cfg)

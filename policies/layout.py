@@ -37,7 +37,6 @@ class Layout:
     position_ids: Tensor  # [R, L] int64
     attention_mask: Tensor  # [R, L] bool, or [R, 1, L, L] bool
     source: Tensor  # [K] index into R*L of the hidden state that predicts each kept token
-    target: Tensor  # [K] the kept tokens
 
 
 def plain(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
@@ -50,7 +49,7 @@ def plain(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
     where = positions(attention)  # [B, T]
     row = torch.arange(len(rows), device=tokens.device).unsqueeze(1)
     source = (row * size + where - 1)[keep]  # [K] the state before the token predicts it
-    return Layout(input_ids, index.expand_as(input_ids), mask, source, tokens[keep])
+    return Layout(input_ids, index.expand_as(input_ids), mask, source)
 
 
 def shared(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor) -> Layout:
@@ -95,7 +94,7 @@ def _trees(
     before = positions(attention) - 1  # [B, T] place of the state that predicts each token
     column = torch.where(before < prefix, before, base + before - prefix)
     source = (tree * input_ids.shape[1] + column)[keep]
-    return Layout(input_ids, pad(places), tree_mask(segment_ids), source, tokens[keep])
+    return Layout(input_ids, pad(places), tree_mask(segment_ids), source)
 
 
 def choose(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor | None) -> Layout:

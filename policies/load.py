@@ -34,7 +34,7 @@ def load_policy(
 ) -> TransformersWrapper:
     """Return the generating policy on `model`: a folder, an embedded model or a hub id.
 
-    dtype is that of the weights; autocast that of the matrix products (see `product_dtype`).
+    dtype is that of the weights; autocast that of the matrix products (see `resolve_autocast`).
     lora: arguments of `policies.lora.add_adapter`; then only the adapter is trained.
     gradient_checkpointing: compute the activations of each layer again in the backward.
     chat_template_kwargs: variables of the template, {"enable_thinking": False}; they are saved in
@@ -58,7 +58,8 @@ def load_policy(
         enable: Any = getattr(network, "activation_checkpointing_enable", old)
         enable(how)
         network.disable_input_require_grads()  # only the reentrant kind needs that
-    scorer = Scorer(network, autocast=product_dtype(autocast, network.device))
+    autocast = resolve_autocast(autocast, network.device)
+    scorer = Scorer(network, autocast=getattr(torch, autocast) if autocast else None)
     check_head(scorer)
     kwargs = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     kwargs |= {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
@@ -76,15 +77,15 @@ def load_policy(
     return policy
 
 
-def product_dtype(name: str | None, device: torch.device) -> torch.dtype | None:
+def resolve_autocast(name: str | None, device: torch.device) -> str | None:
     """Return the dtype of matrix products; "auto" is bfloat16 where the device has it natively."""
     if name != "auto":
-        return getattr(torch, name) if name else None
+        return name
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         native = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if native else None
+    return "bfloat16" if native else None
 
 
 def load_reference(

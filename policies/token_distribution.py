@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from tensordict import TensorDictBase
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 NAMES = ("response", "assistant", "prompt", "attention")
 SLICE = 2**22  # logits held at a time, over the kept tokens: 16 MB of float32, more on a GPU
@@ -40,7 +41,8 @@ class Head:
         """Return the logits."""
         dtype = self.dtype or self.weight.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        logits = F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
+        with torch.autocast(hidden.device.type, enabled=False):  # as the backward computes it
+            logits = F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
@@ -145,6 +147,7 @@ class _Sliced(torch.autograd.Function):
         return tuple(columns)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *above: Tensor | None):  # type: ignore[override]
         """Return the gradients of states [K, H], weight [V, H] and bias [V]."""
         states, weight, bias, *sums = ctx.saved_tensors

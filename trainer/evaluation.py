@@ -32,9 +32,10 @@ from trainer.transcripts import transcript
 class Evaluate:
     """Measure the generator on the task's eval rows.
 
-    `prompts_per_batch` prompts are played at a time; draws depend on (seed, row, sample) only, so
-    that two evaluations differ by the weights alone. `retrieve_kl` measures the KL of the sampled
-    replies; with `frontier` replies to each row before training, kl/efficiency judges it.
+    `prompts_per_batch` prompts are sampled at a time, greedy replies as many at a time; draws
+    depend on (seed, row, sample) only, so that two evaluations differ by the weights alone.
+    `retrieve_kl` measures the KL of the sampled replies; with `frontier` replies to each row before
+    training, kl/efficiency judges it.
     """
 
     def __init__(
