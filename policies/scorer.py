@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from policies import attention as attention  # registered where a scorer is unpickled
 from policies import layout
 from policies.padding import predicted
 from policies.token_distribution import Head, Scores, TokenDistribution, placed

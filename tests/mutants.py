@@ -248,7 +248,7 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("replies see each other", contracts.alignment, "policies.layout:tree_mask"),
     ("tokenise again", contracts.token_in_token_out, "trainer.collect:_with_ids"),
     ("cut replies stay open", contracts.token_in_token_out, f"{RENDERER}.extend"),
-    ("no temperature", contracts.one_temperature, f"{DIST}:_per_kept"),
+    ("no temperature", contracts.one_temperature, f"{DIST}:_per_token"),
     ("mean per micro-batch", contracts.global_normalisation, "trainer.update:select_rows"),
     ("mask all ones", contracts.masks_are_exact, f"{RENDERER}.render"),
     ("mask without end of turn", contracts.masks_are_exact, f"{RENDERER}.render"),
