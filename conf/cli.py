@@ -40,9 +40,7 @@ def cli() -> int:
             print_error(ValueError(explain(error)))
         return 2
     except RuntimeError as error:
-        if (
-            error.args and is_main_rank()
-        ):  # a launcher's; a job prints its own and raises an empty one
+        if error.args:  # of a launcher; a job prints its error and raises an empty one
             print_error(error)
         return 1
     except KeyboardInterrupt:

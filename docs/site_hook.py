@@ -29,6 +29,7 @@ def resolved(link: str, uri: str) -> tuple[str, str]:
 
 
 def text_of(path: Path) -> str:
+    """Return the text of a page for a file: Markdown, or a block of code."""
     if path.suffix == ".md":
         return path.read_text()
     language = path.suffix.removeprefix(".")
@@ -56,9 +57,9 @@ def on_page_markdown(markdown, page, **_):
         page.meta["search"] = {"exclude": True}
     elif uri in ("kl.md", "configuration.md"):
         page.meta["search"] = {"boost": 2}
-    here = posixpath.dirname(uri)
+    folder = posixpath.dirname(uri)
     return LINK.sub(
-        lambda found: posixpath.relpath(resolved(found[1], uri)[1], here or "."),
+        lambda match: posixpath.relpath(resolved(match[1], uri)[1], folder or "."),
         markdown,
     )
 

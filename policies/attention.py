@@ -20,7 +20,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Return the outputs [B, L, heads, D]; query [B, heads, L, D], key and value [B, groups, S, D].
 
-    mask [B, 1, L, S] bool marks who sees whom. Large inputs and prompts without a mask go to SDPA.
+    mask [B, 1, L, S] bool: the keys of each query. Large inputs and prompts without it go to SDPA.
     """
     rows, heads, length, width = query.shape
     groups, size = key.shape[1:3]

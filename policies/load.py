@@ -113,8 +113,9 @@ def load_reference(
     else:
         network = policy.scorer.placement.copy(policy.model).requires_grad_(False).eval()
         scorer = Scorer(network, autocast=policy.scorer.autocast)
-        if policy.scorer.placement is LOCAL and not moves:
-            _cast_layers(scorer)
+    separate = name is not None or not has_adapter(policy.model)
+    if separate and not moves and policy.scorer.placement is LOCAL:
+        _cast_layers(scorer)
     reference = policy.get_new_version(
         model=scorer,
         generate=False,
@@ -154,12 +155,11 @@ def _load_scorer(files: ModelFiles, policy: TransformersWrapper) -> Scorer:
     _check_vocabulary(files, network.get_input_embeddings().num_embeddings, policy)
     scorer = Scorer(network.requires_grad_(False), autocast=policy.scorer.autocast)
     check_head(scorer)
-    _cast_layers(scorer)
     return scorer
 
 
 def _cast_layers(scorer: Scorer) -> None:
-    """Hold the layers of a frozen model in the dtype of their products: the scores are equal."""
+    """Cast the linear layers of a frozen model to the dtype of their products; scores are equal."""
     layers = list(scorer.model.modules())
     embeddings = [x.weight for x in layers if isinstance(x, torch.nn.Embedding)]  # shared by a head
     for layer in layers:

@@ -160,10 +160,8 @@ class Scorer(nn.Module):
     def precision(self) -> AbstractContextManager:
         """Return the autocast context that sampling and scoring share."""
         device = self.placement.device or next(self.model.parameters()).device
-        on, cached = (
-            self.autocast is not None,
-            self.placement.gathered,
-        )  # else copies outlive their layer
+        on = self.autocast is not None
+        cached = self.placement.gathered  # else copies outlive their layer
         return torch.autocast(device.type, self.autocast, enabled=on, cache_enabled=cached)
 
     def _lay(self, tokens, attention, keep, group_id, pack: bool = False) -> layout.Layout:

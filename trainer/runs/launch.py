@@ -203,9 +203,7 @@ def _start_ranks(
     """Start one process per rank, with the environment variables of torchrun."""
     env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
     env |= {"OMP_NUM_THREADS": str(threads), "LEASH_PARENT": str(os.getpid())}
-    env.setdefault(
-        "THP_MEM_ALLOC_ENABLE", "1"
-    )  # torch's CPU tensors in huge pages: a sixth less CPU time
+    env.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: fewer page faults
     if ranks > 1:
         env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
