@@ -1,78 +1,156 @@
-"""Compare the time of an iteration on the embedded model with a plain implementation.
+"""Compare an iteration of leash with TRL's and with its own matrix products, in turn.
 
-    python -m benchmarks.iteration [--prompts 8] [--group 8] [--tokens 16] [--repeats 3]
+    make bench ARGS="--cases bfloat16 float32 --repeats 2"
 
-"plain": every sequence repeats its prompt; transformers' `generate`, and forwards over padded rows
-with logits for every token. "leash": the sampler and the scorer as the trainer uses them. Prints
-median seconds and the ratio plain / leash; nothing is asserted.
+For each case and repeat: leash trains `--iterations` iterations, TRL the same task with the same
+settings (benchmarks/yardstick_trl.py), then the floor runs: the products of the linear layers and
+of the head, at the shapes and in the dtype of that iteration. Prints seconds per iteration
+(mean of all, the first included), CPU seconds per later iteration, and the peak of the memory.
+TRL is left out where --peer does not exist. Nothing is asserted.
 """
 
 import argparse
-from collections.abc import Callable
+import json
+import shutil
+import sys
+from pathlib import Path
+from statistics import fmean
+from tempfile import mkdtemp
+from typing import Any
 
 import torch
+import yaml
+from torch import Tensor
+from transformers import AutoConfig
 
-from benchmarks.measure import seconds
-from policies import load_policy
-from policies.padding import pad, pad_mask, unpad
-from policies.random import fold
-from policies.sampler import Stop, sample
+from benchmarks.measure import ROOT, markdown, seconds
+from benchmarks.yardstick import BOTH, QUIET, monitor
+from policies.models import find_model
+from trainer.runs.run_files import read_lines
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-COUNTRIES = ["France", "Japan", "Germany", "Italy", "Spain", "Egypt", "Kenya", "Peru", "Chile"]
+SMOLLM = "experiment=grpo_smollm algorithm=grpo kl.coeff=0.02 trainer.prompts_per_iteration=8"
+BF16 = f"{SMOLLM} policy.autocast=bfloat16"
+CASES = {  # name: overrides, threads
+    "bfloat16": (BF16, 2),
+    "float32": (f"{SMOLLM} policy.autocast=null", 2),
+    "full": (f"{BF16} algorithm=grpo_full kl.estimator=full", 2),  # TRL has no exact KL
+    "replies": (f"{BF16} policy.max_new_tokens=128", 2),
+    "prompts": (f"{BF16} env=answers env.dataset={{long}} env.split=8", 2),
+    "group": (f"{BF16} algorithm.group_size=64 trainer.prompts_per_iteration=2", 2),
+    "tiny": (
+        "experiment=grpo_tiny algorithm=grpo kl.coeff=0.02 optimizer.lr=5e-4"
+        " trainer.prompts_per_iteration=32 policy.max_new_tokens=32",
+        1,
+    ),
+}
 
 
 def main() -> None:
-    """Measure rollout, reference pass and update of both implementations."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("prompts", 8), ("group", 8), ("tokens", 16), ("repeats", 3)):
-        parser.add_argument(f"--{name}", type=int, default=value)
+    """Run the cases in turn and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", default=["bfloat16", "float32"], choices=CASES)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--iterations", type=int, default=4)
+    parser.add_argument("--peer", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
     args = parser.parse_args()
-    policy = load_policy(MODEL, max_new_tokens=args.tokens)
-    model, render = policy.model, policy.renderer.render
-    chats = [[{"role": "user", "content": f"What is the capital of {c}?"}] for c in COUNTRIES]
-    ids = [render(c, add_generation_prompt=True).ids for c in chats[: args.prompts]]
-    prompts = [torch.tensor(i) for i in ids for _ in range(args.group)]
-    streams = fold(0, torch.arange(len(prompts)))
-    stop = Stop(policy.stop_ids)
-    left = pad(prompts, side="left"), pad_mask([len(p) for p in prompts], side="left")
+    folder = Path(mkdtemp(prefix="leash-iteration-"))
+    print(f"torch {torch.__version__}, {args.iterations} iterations, logs in {folder}")
+    rows = []
+    for name in args.cases:
+        for repeat in range(args.repeats):
+            place = folder / f"{name}-{repeat}"
+            row = [name, *compare(place, name, args.iterations, args.peer.absolute())]
+            print(*row, flush=True)
+            rows.append(row)
+    head = ["case", "leash s", "TRL s", "TRL / leash", "floor s", "leash / floor"]
+    print(markdown([*head, "CPU s leash", "CPU s TRL", "GiB leash", "GiB TRL"], rows))
 
-    def roll():
-        return sample(model, *left, streams=streams, stop=stop, max_new_tokens=args.tokens)
 
-    def roll_plain():
-        inputs = {"input_ids": left[0], "attention_mask": left[1].long()}
-        return model.generate(**inputs, max_new_tokens=args.tokens, do_sample=True, top_k=0)
+def compare(place: Path, name: str, iterations: int, peer: Path) -> list[str]:
+    """Return the figures of one repeat of a case."""
+    place.mkdir()
+    words, threads = CASES[name]
+    words = words.format(long=write_questions(place / "long.jsonl"))
+    ours, theirs = place / "leash" / "run", place / "TRL" / "run"
+    overrides = [*BOTH.split(), *words.split(), *QUIET.split(), "tracker=none"]
+    overrides += [f"trainer.num_iterations={iterations}", f"launch.threads={threads}"]
+    command = [sys.executable, "train.py", *overrides, f"output_dir={ours}"]
+    monitor(command, place / "leash", threads)
+    config = yaml.safe_load((ours / "config.yaml").read_text())
+    logged = [row for row in read_lines(ours / "metrics.jsonl") if "reward/mean" in row]
+    mine = fmean(row["time/iteration_s"] for row in logged)
+    costs, cells = [usage(place / "leash", logged), ("", "")], ["", ""]
+    model = find_model(config["policy"]["model"]).folder
+    if peer.exists() and config["kl"]["estimator"] != "full":  # TRL has no exact KL
+        command = [str(peer), "-m", "benchmarks.yardstick_trl", *map(str, (ours, model, theirs))]
+        monitor(command, place / "TRL", threads)
+        lines = [row for row in read_lines(theirs / "log.jsonl") if "reward" in row]
+        other = fmean(row["seconds"] for row in lines)
+        cells, costs[1] = [f"{other:.2f}", f"{other / mine:.2f}"], usage(place / "TRL", lines)
+        shutil.rmtree(theirs / "model")
+    torch.set_num_threads(threads)
+    least = floor(config, model, logged)
+    cells = [f"{mine:.2f}", *cells, f"{least:.2f}", f"{mine / least:.2f}"]
+    return [*cells, *(cost for pair in zip(*costs, strict=True) for cost in pair)]
 
-    sampled = roll()
-    replies = unpad(sampled.ids, sampled.mask)
-    rows = [torch.cat(pair) for pair in zip(prompts, replies, strict=True)]
-    tokens, mask = pad(rows), pad_mask([len(r) for r in rows])
-    starts = torch.tensor([len(p) for p in prompts])[:, None]
-    keep = mask & (torch.arange(tokens.shape[1]) >= starts)
-    group = torch.arange(args.prompts).repeat_interleave(args.group)
 
-    def score():
-        return policy.scorer(tokens, mask, keep, group_id=group).log_probs
+def usage(folder: Path, logged: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return CPU seconds per later iteration and peak GiB of a monitored run."""
+    record = json.loads((folder / "usage.json").read_text())
+    at = [cpu for _, cpu in record["times"]][: len(logged)]
+    return f"{(at[-1] - at[0]) / (len(at) - 1):.2f}", f"{record['peak'] / 2**30:.2f}"
 
-    def score_plain():
-        logits = model(input_ids=tokens, attention_mask=mask.long()).logits[:, :-1]
-        picked = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
-        return picked * keep[:, 1:]
 
-    def update(scorer: Callable[[], torch.Tensor]) -> None:
-        scorer().sum().backward()
-        model.zero_grad()
+def floor(config: dict[str, Any], model: Path, logged: list[dict[str, float]]) -> float:
+    """Return the seconds of the products of one iteration, the smaller of two runs."""
+    shape = AutoConfig.from_pretrained(model)
+    dtype = getattr(torch, config["policy"]["autocast"] or config["policy"]["dtype"])
+    prompts = config["trainer"]["prompts_per_iteration"]
+    replies = prompts * config["algorithm"]["group_size"]
+    length = fmean(row["response/length_mean"] for row in logged)
+    kept = round(replies * length)
+    read = round(logged[-1]["progress/tokens"] / len(logged) / replies - length) * prompts + kept
+    layers = [torch.randn(size, dtype=dtype) for size in linear_sizes(shape)]
+    head = torch.randn(shape.vocab_size, shape.hidden_size, dtype=dtype)
 
-    works = {
-        "rollout": (roll_plain, roll),
-        "reference": (torch.no_grad()(score_plain), torch.no_grad()(score)),
-        "update": (lambda: update(score_plain), lambda: update(score)),
-    }
-    print(f"{MODEL}: {args.prompts} x {args.group}, {torch.get_num_threads()} threads")
-    for name, (plain, ours) in works.items():
-        a, b = seconds(plain, args.repeats), seconds(ours, args.repeats)
-        print(f"{name:10} plain {a:6.2f} s   leash {b:6.2f} s   ratio {a / b:4.2f}")
+    def products(count: int, weights: list[Tensor], *, backward: bool = False) -> None:
+        for weight in weights:
+            x = torch.full((count, weight.shape[1]), 0.5, dtype=dtype)
+            y = x @ weight.T
+            if backward:
+                y @ weight, y.T @ x
+
+    def work() -> None:
+        products(read - kept, layers)
+        for _ in range(round(length) - 1):
+            products(replies, [*layers, head])
+        for backward in (False, True):
+            products(read, layers, backward=backward)
+            products(kept, [head], backward=backward)
+
+    return seconds(work, 1)
+
+
+def linear_sizes(shape: Any) -> list[tuple[int, int]]:
+    """Return the sizes [out, in] of the linear layers of a Llama or Qwen2."""
+    wide, inner = shape.hidden_size, shape.intermediate_size
+    width = wide // shape.num_attention_heads
+    groups = shape.num_key_value_heads * width
+    attention = [(wide, wide), (groups, wide), (groups, wide), (wide, wide)]
+    return [*attention, (inner, wide), (inner, wide), (wide, inner)] * shape.num_hidden_layers
+
+
+def write_questions(path: Path) -> Path:
+    """Write 64 questions of about 200 tokens for env=answers."""
+    trips = [f"Traveller {i} went from town {i} to town {i + 1} by train." for i in range(12)]
+    rows = [
+        {"question": f"{' '.join(trips)} Where did {i % 12} go?", "answer": f"town {i % 12 + 1}"}
+        for i in range(64)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 if __name__ == "__main__":

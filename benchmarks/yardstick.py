@@ -57,7 +57,7 @@ CASES = {
     ),
     "smollm": Case(
         "SmolLM2 on capitals",
-        "experiment=grpo_smollm kl.coeff=0.02 optimizer.lr=2e-5"
+        "experiment=grpo_smollm policy.autocast=null kl.coeff=0.02 optimizer.lr=2e-5"
         " trainer.num_iterations=12 trainer.prompts_per_iteration=8",
         seeds=(1,), threads=2, samples=8, limit=64, window=3, goal=0.7,
     ),

@@ -9,6 +9,7 @@ counterpart in TRL are refused.
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -39,7 +40,6 @@ SAME = {
     "kl.reference": None,
     "policy.lora.r": 0,
     "policy.stop": [],
-    "policy.autocast": None,
     "policy.dtype": "float32",
     "policy.chat_template": None,
     "policy.system_prompt": None,
@@ -90,7 +90,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "entropy_coef": algorithm["entropy_coeff"],
         "max_grad_norm": config["optimizer"]["max_grad_norm"],
         "gradient_checkpointing": policy["gradient_checkpointing"],
-        "bf16": False,
+        "bf16": policy["autocast"] == "bfloat16",
         "use_cpu": True,
         "shuffle_dataset": False,  # the rows come in leash's order
         "disable_dropout": True,
@@ -148,9 +148,16 @@ def train(config: Mapping[str, Any], start: Path, folder: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     class Log(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.begin = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.seconds = time.perf_counter() - self.begin
+
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             with (folder / "log.jsonl").open("a") as out:  # closed, so that the line is written
-                out.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+                line = {"step": state.global_step, "seconds": self.seconds, **(logs or {})}
+                out.write(json.dumps(line) + "\n")
 
     task, optim = make_task(config["env"]), config["optimizer"]
     rows = task.rows("train")

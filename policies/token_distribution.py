@@ -1,6 +1,7 @@
 """The distribution of each kept token, from the states before it, without logits [B, T, V].
 
-Logits exist for a slice of the kept tokens at a time, in the backward too, which makes them again.
+float32 logits exist for a slice of the kept tokens at a time. The backward reads the outputs of the
+head's product if they were few enough to keep, or else computes them again.
 
 Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 NAMES = ("response", "assistant", "prompt", "attention")
 SLICE = 2**22  # logits held at a time, over the kept tokens: 16 MB of float32, more on a GPU
+KEPT = 2**28  # bytes of outputs of the head that the backward may keep
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,18 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits."""
+        return self.finish(self.product(hidden))
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """Return the outputs [k, V] in the dtype of the product."""
         dtype = self.dtype or self.weight.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(hidden.device.type, enabled=False):  # as the backward computes it
-            logits = F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
+
+    def finish(self, outputs: Tensor) -> Tensor:
+        """Return the logits of outputs of the product."""
+        logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def columns(self, at: slice) -> "Head":
@@ -92,7 +101,9 @@ class TokenDistribution:
         """
         both = [self] if reference is None else [self, reference]
         reads = [(d.head.cast(), d.states.detach()) for d in both]
-        inputs = reads, value[self.mask], self.scale, entropy or learn, learn
+        count = sum(len(states) * len(head.weight) for head, states in reads)
+        keep = torch.is_grad_enabled() and count * reads[0][0].weight.itemsize <= KEPT
+        inputs = reads, value[self.mask], self.scale, entropy or learn, learn, keep
         columns = _Sliced.apply(self.states, self.head.weight, self.head.bias, *inputs)
         return Scores(*(None if c is None else placed(c, self.mask) for c in columns))
 
@@ -124,23 +135,30 @@ class _Sliced(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, states, weight, bias, reads, target, scale, entropy, learn):  # type: ignore[override]
+    def forward(ctx: Any, states, weight, bias, reads, target, scale, entropy, learn, keep):  # type: ignore[override]
         """Return the columns; `reads` are (head, states) of the policy and of the reference."""
-        size, parts, norms = min(len(head.weight) for head, _ in reads), [], []
+        size, parts, norms, kept = min(len(head.weight) for head, _ in reads), [], [], []
         for at in _slices(len(target), len(weight), target.device):
-            logits = [_tempered(head(states[at]), scale, at) for head, states in reads]  # [k, V]
-            mine, *theirs = both = [z.log_softmax(-1) for z in logits]
+            outputs = [head.product(states[at]) for head, states in reads]  # [k, V]
+            both = [
+                _tempered(r[0].finish(x), scale, at) for r, x in zip(reads, outputs, strict=True)
+            ]
+            mine, *theirs = rows = [z.log_softmax(-1) for z in both]
+            norms.append([z.amax(-1) - p.amax(-1) for z, p in zip(both, rows, strict=True)])
             log_prob = mine.gather(-1, target[at, None]).squeeze(-1)
-            full = full_kl(mine, *theirs) if theirs else None
-            mass = mine[:, :size].exp().sum(-1) if size < len(weight) else torch.ones_like(log_prob)
-            spread = -mine.exp().mul_(mine).sum(-1) if entropy else None
-            parts.append((log_prob, spread, full))
-            norms.append(
-                [mass, *(z.amax(-1) - p.amax(-1) for z, p in zip(logits, both, strict=True))]
-            )
-        columns = [torch.cat(c) if c[0] is not None else None for c in zip(*parts, strict=True)]
+            probs = mine.exp() if entropy or theirs else None
+            spread = -torch.linalg.vecdot(probs, mine) if entropy else None
+            full = full_kl(mine, *theirs, probs=probs) if theirs else None
+            mass = probs[:, :size].sum(-1) if theirs and size < len(weight) else None
+            parts.append((log_prob, spread, full, mass))
+            kept.append(outputs if keep else [])
+        *columns, mass = [
+            torch.cat(c) if c[0] is not None else None for c in zip(*parts, strict=True)
+        ]
         ctx.save_for_backward(states, weight, bias, *columns[1:])
-        ctx.inputs = reads, target, scale, [torch.cat(n)[:, None] for n in zip(*norms, strict=True)]
+        norms = [torch.cat(n)[:, None] for n in zip(*norms, strict=True)]  # [K, 1] of each
+        ctx.inputs = reads, target, scale, norms, 1 if mass is None else mass[:, None]
+        ctx.kept = list(zip(*kept, strict=True))  # of each distribution the slices, none if empty
         ctx.set_materialize_grads(False)
         if entropy and not learn:
             ctx.mark_non_differentiable(columns[1])
@@ -151,23 +169,31 @@ class _Sliced(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor | None):  # type: ignore[override]
         """Return the gradients of states [K, H], weight [V, H] and bias [V]."""
         states, weight, bias, *sums = ctx.saved_tensors
-        reads, target, scale, (mass, *norms) = ctx.inputs
+        reads, target, scale, norms, mass = ctx.inputs
         spread, kl = (None if x is None else x[:, None] for x in sums)
         log_prob, entropy, full = (None if g is None else g[:, None] for g in above)  # [K, 1]
-        (head, hidden), *others = [(head, h.to(head.weight.dtype)) for head, h in reads]
+        reads = [(head, h.to(head.weight.dtype)) for head, h in reads]
+        head, hidden = reads[0]
         by_states = torch.zeros_like(states, dtype=torch.promote_types(states.dtype, torch.float32))
         by_weight, by_bias = (
             torch.empty_like(x) if needed else None
             for x, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
         )
+
+        def logits(number: int, at: slice) -> Tensor:
+            head, hidden = reads[number]
+            if ctx.kept:
+                return head.finish(torch.cat([x[:, at] for x in ctx.kept[number]]))
+            return head.columns(at)(hidden)
+
         for at in _slices(len(weight), len(target), target.device):
-            logits = head.columns(at)(hidden)  # [K, v]
-            slope = None if head.cap is None else 1 - (logits / head.cap).square()
-            mine = _tempered(logits, scale).sub_(norms[0])
+            mine = logits(0, at)  # [K, v]
+            slope = None if head.cap is None else 1 - (mine / head.cap).square()
+            mine = _tempered(mine, scale).sub_(norms[0])
             grad = mine.exp()
             factor = 0.0 if log_prob is None else -log_prob  # of p
             if full is not None:
-                theirs = _tempered(others[0][0].columns(at)(others[0][1]), scale).sub_(norms[1])
+                theirs = _tempered(logits(1, at), scale).sub_(norms[1])
                 ahead = log_ratio(mine, theirs).add_(1)  # of the tokens that both have
                 ahead = F.pad(ahead, (0, mine.shape[-1] - ahead.shape[-1]))
                 factor = ahead.sub_(kl + mass).mul_(full).add_(factor)
@@ -185,7 +211,7 @@ class _Sliced(torch.autograd.Function):
             by_states += grad @ head.weight[at]
             if by_weight is not None:
                 by_weight[at] = grad.T @ hidden
-        return by_states, by_weight, by_bias, None, None, None, None, None
+        return by_states, by_weight, by_bias, *[None] * 6
 
 
 def _slices(count: int, width: int, device: torch.device) -> list[slice]:
@@ -195,12 +221,14 @@ def _slices(count: int, width: int, device: torch.device) -> list[slice]:
 
 
 def _tempered(logits: Tensor, scale: Tensor | None, at: slice = slice(None)) -> Tensor:
-    """Return logits divided in place by the temperature of their tokens."""
-    return logits if scale is None else logits.div_(scale[at])
+    """Return logits divided by the temperature of their tokens."""
+    return logits if scale is None else logits / scale[at]
 
 
-def full_kl(curr: Tensor, ref: Tensor) -> Tensor:
+def full_kl(curr: Tensor, ref: Tensor, probs: Tensor | None = None) -> Tensor:
     """Return the exact KL(curr || ref) over the vocabulary; log-probs [*, V] in and [*] out.
+
+    `probs` is the exp of `curr`, if it is known.
 
     Tokens ruled out under curr (-inf) contribute nothing, nor do those that only one of the two
     has: rows that pad an embedding.
@@ -209,7 +237,8 @@ def full_kl(curr: Tensor, ref: Tensor) -> Tensor:
     0.1201
     """
     ratio = log_ratio(curr, ref)
-    return (curr[..., : ratio.shape[-1]].exp() * ratio).sum(-1)
+    probs = curr.exp() if probs is None else probs
+    return torch.linalg.vecdot(probs[..., : ratio.shape[-1]], ratio)
 
 
 def log_ratio(curr: Tensor, ref: Tensor) -> Tensor:
