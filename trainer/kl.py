@@ -115,7 +115,7 @@ def check_charged(batch: TensorDictBase, leash: Leash | None) -> None:
     left = batch.get("kl_left", None)  # [B]; None if `charge_reward` did not run
     must_charge = left is not None and bool(left.any())  # waits for the device
     place, coeff = ("", 0.0) if leash is None else (leash.where, leash.coeff)
-    twice = place == "loss" and coeff and left is not None and not must_charge
+    twice = place == "loss" and coeff and left is not None and not must_charge  # the reward charged
     never = (must_charge and place != "loss") or (place == "reward" and coeff and left is None)
     if twice or never:
         how = "twice" if twice else "never"

@@ -127,7 +127,7 @@ def standardise(values: Tensor, *, floor: float = STD_FLOOR) -> Tensor:
 
 
 def spread(values: Tensor, mask: Tensor | None = None, *, floor: float = STD_FLOOR) -> Tensor:
-    """Return unbiased std + floor of the values, [..., G] -> [..., 1]; one value gives floor."""
+    """Return unbiased std + floor of masked values, [..., G] -> [..., 1]; one value gives floor."""
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     squares = (values - group_mean(values, mask)).square() * mask
     others = (mask.sum(-1, keepdim=True) - 1).clamp(min=1)

@@ -74,7 +74,7 @@ class Trainer:
         self.last_sync = push_weights(self.policy, self.generator)  # resume loads only the policy
         gc.freeze()  # garbage collection skips the objects of the set-up
         self.runtime.on_stop = self.observers.stopping
-        self.runtime.write_status(iteration=self.progress.iteration)  # shows the parent the start
+        self.runtime.write_status(iteration=self.progress.iteration)  # the parent sees the start
         try:
             self.observers.begin()
             self._catch_up()
@@ -221,7 +221,7 @@ class Trainer:
         self.observers.log(metrics, self.progress.iteration)
 
     def _states(self) -> dict[str, Any]:
-        """Return a copy of the state of each part that has one."""
+        """Return a copy of the state of each stateful part."""
         return deepcopy({name: part.state_dict() for name, part in self.parts.items()})
 
     def _save(self, states: dict[str, Any]) -> None:
@@ -234,13 +234,13 @@ class Trainer:
         self.runtime.set_phase("end")
         folder = self.runtime.folder
         check_agreement(self.policy.scorer, self.runtime, iteration=self.progress.iteration)
-        part = folder / ".part-model"
+        temporary = folder / ".part-model"
         if self.runtime.is_main:
-            remove(part)
-        save_model(self.policy, part, write=self.runtime.is_main)
+            remove(temporary)
+        save_model(self.policy, temporary, write=self.runtime.is_main)
         if self.runtime.is_main:
             remove(folder / "model")
-            part.rename(folder / "model")
+            temporary.rename(folder / "model")
         self.runtime.accelerator.wait_for_everyone()
         objective = float(self.progress.objective or 0.0)
         self._end("finished", objective=objective)
