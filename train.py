@@ -1,7 +1,7 @@
 """Train a chat model: python train.py [experiment=...] [key=value ...] [-m] [resume=<run folder>].
 
-Also preflight=true, and resume=<run folder> with mode=chat, evaluate or export.
-The parent checks the configuration and starts a fresh process per rank; it imports no torch.
+preflight=true trains nothing; mode=chat, evaluate and export use the model of resume=<run folder>.
+The parent process checks the configuration, starts one process per rank and imports no torch.
 """
 
 import os
@@ -14,13 +14,13 @@ from typing import Any
 try:
     from omegaconf import DictConfig, OmegaConf
 
-    from conf import build as parts
+    from conf import build
 except ModuleNotFoundError as missing:  # probably the system's Python
-    sys.exit(f"error: {missing}; type .venv/bin/python in place of python (make setup makes it)")
+    sys.exit(f"error: {missing}; use .venv/bin/python, which `make setup` creates")
 
 
 def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float:
-    """Build the parts of a run and run its mode; return its metric.
+    """Build a run and execute its mode; return the sweep metric (preflight: number of problems).
 
     `observers`: trainer.Observer objects in addition to those of the configuration.
     """
@@ -34,31 +34,32 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     algorithm, total, opt = cfg.algorithm, cfg.trainer.num_iterations, cfg.optimizer
     steps = total * algorithm.epochs * algorithm.minibatches
-    with parts.make_runtime(cfg, folder) as runtime:
+    with build.make_runtime(cfg, folder) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
-        task = parts.make_task(cfg.env)
-        # A fault in the data or in a user's reward is raised before a model is loaded.
+        task = build.make_task(cfg.env)
+        # Find errors in the data and in the user's reward before a model is loaded.
         if cfg.allow_targets or "envs.rewards.Registered" in str(cfg.env.rewards):
-            parts.find_target("envs.rewards.validate.try_reward")(task)
-        if "autocast" in cfg.policy:  # before shards are loaded on the CPU
+            build.find_target("envs.rewards.validate.try_reward")(task)
+        if "autocast" in cfg.policy:  # for the real device: shards are loaded on the CPU
             cfg.policy.autocast = resolve_autocast(cfg.policy.autocast, runtime.device)
-        policy = runtime.load(lambda **at: parts.make_policy(cfg.policy, **at))
+        policy = runtime.load(lambda **device: build.make_policy(cfg.policy, **device))
         runtime.write_status(model=policy.files.about(), products=str(policy.scorer.autocast))
-        leash = parts.make_leash(cfg)
-        reference = parts.make_reference(cfg, policy)
+        leash = build.make_leash(cfg)
+        reference = build.make_reference(cfg, policy)
         if critic := algorithm.get("critic"):
             policy.scorer.critic = policies.Critic(policy.scorer, **critic)
-        generator = parts.make_generator(cfg.policy, policy, runtime.folder)
+        generator = build.make_generator(cfg.policy, policy, runtime.folder)
         shared = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
-        transforms = parts.make_transforms(cfg)
-        shared |= {"env": parts.make_env(cfg, task, policy, transforms.values()), "leash": leash}
-        verbs = parts.make_verbs(cfg, **shared)
-        source = parts.make_source(cfg, verbs.values(), **shared)
-        advantage = parts.build(algorithm.advantage, algorithm, cfg.trainer, **shared)
-        objective = parts.build(algorithm.objective, algorithm, **shared)
-        watching = parts.make_observers(cfg, runtime, observers)
-        settings = parts.keys_for(make := trainer.make_optimizer, opt)
-        scorer, optimizer = runtime.prepare(policy, make, settings, reference, advantage)
+        transforms = build.make_transforms(cfg)
+        shared |= {"env": build.make_env(cfg, task, policy, transforms.values()), "leash": leash}
+        after_rollout = build.make_verbs(cfg, **shared)
+        source = build.make_source(cfg, after_rollout.values(), **shared)
+        advantage = build.build(algorithm.advantage, algorithm, cfg.trainer, **shared)
+        objective = build.build(algorithm.objective, algorithm, **shared)
+        all_observers = build.make_observers(cfg, runtime, observers)
+        make_optimizer = trainer.make_optimizer
+        settings = build.keys_for(make_optimizer, opt)
+        scorer, optimizer = runtime.prepare(policy, make_optimizer, settings, reference, advantage)
         loop = trainer.Trainer(
             runtime=runtime,
             policy=policy,
@@ -72,7 +73,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
                 objective,
                 runtime,
                 lr=trainer.make_schedule(opt.schedule, lr=opt.lr, warmup=opt.warmup, total=steps),
-                **parts.keys_for(trainer.Update, cfg.trainer, algorithm),
+                **build.keys_for(trainer.Update, cfg.trainer, algorithm),
                 max_tokens=cfg.policy.max_new_tokens * cfg.env.max_turns,
                 max_grad_norm=opt.max_grad_norm,
                 reference=reference.scorer,
@@ -88,16 +89,16 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
             ),
             num_iterations=total,
             num_logged_replies=cfg.tracker.get("replies", "0"),
-            early_stopping=parts.make_early_stopping(cfg.trainer),
+            early_stopping=build.make_early_stopping(cfg.trainer),
             inputs=sha256_of_inputs(config),
             parts=trainer.resuming.stateful_parts(
-                {"env.transforms": transforms, "algorithm.after_rollout": verbs},
+                {"env.transforms": transforms, "algorithm.after_rollout": after_rollout},
                 cfg.observers,
                 {"source": source, "advantage": advantage, "objective": objective},
                 task=task,
-                observers=watching,
+                observers=all_observers,
             ),
-            observers=watching,
+            observers=all_observers,
         )
         return run_mode(loop, config)
 
@@ -110,7 +111,7 @@ def worker(folder: str, resume: str | None = None) -> int:
     from trainer.runs.lock import locked_by_rank
     from trainer.runs.run_log import run_log
 
-    alone = "LEASH_PARENT" not in os.environ  # below torchrun or accelerate launch
+    alone = "LEASH_PARENT" not in os.environ  # started by torchrun or accelerate launch
     try:
         cfg: Any = OmegaConf.load(Path(folder) / "config.yaml")
         cfg.resume = resume or cfg.resume
@@ -118,25 +119,25 @@ def worker(folder: str, resume: str | None = None) -> int:
             value = train(cfg, Path(folder))
     except Stopped:
         return 143
-    except BaseException as error:  # a reward may raise SystemExit; the parent prints one line
+    except BaseException as error:  # a user's reward may raise SystemExit
         return record_failure(Path(os.environ.get("LEASH_FOLDER", folder)), error)
     finally:
         if alone and Path(folder).name.startswith(TEMPORARY):
             shutil.rmtree(folder, ignore_errors=True)
-    return int(alone and cfg.preflight and value > 0)
+    return int(alone and cfg.preflight and value > 0)  # value: the number of problems
 
 
 def main() -> int:
-    """Do what the command line says, of `python train.py` or `leash`; return the exit code."""
+    """Run the command line of `python train.py` or `leash`; return the exit code."""
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
-        if getattr(sys, name) is None:  # below a daemon: the next file would get its number
+        if getattr(sys, name) is None:  # closed by a daemon: no file may get number 0, 1 or 2
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-        if mode == "w":  # pdb may have read from stdin already
+        if mode == "w":  # reconfigure fails on a stdin that pdb has read
             getattr(sys, name).reconfigure(errors="replace")  # for unprintable characters
-    sys.path.append(os.getcwd())  # the user's modules, after all others
+    sys.path.append(os.getcwd())  # the user's modules come last
     if sys.argv[1:2] == ["--worker"]:
         return worker(*sys.argv[2:])
-    from conf.cli import cli  # not needed by a worker
+    from conf.cli import cli  # a worker does not need it
 
     return cli()
 

@@ -85,7 +85,7 @@ def test_the_kl_is_charged_once(name, where):
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_two_leashes_that_disagree_are_refused(name, charges, learns, how):
     places = ("loss", "reward")
-    with pytest.raises(ValueError, match=f"charged {how}.*hand one Leash to both"):
+    with pytest.raises(ValueError, match=f"charged {how}.*same Leash"):
         run(name, leash(COEFF, places[learns]), judged_by=leash(COEFF, places[charges]))
 
 

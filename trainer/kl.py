@@ -19,19 +19,19 @@ from trainer.surrogates import token_ratio
 class Leash:
     """Charge coeff * KL of each sampled token, in one place.
 
-    Advantage (calls `charge_reward`) and objective (calls `loss_term`) share one object; `where`
-    ("reward" or "loss") selects which of the two acts. `estimator` is k1, k2, k3, full or k3_ratio;
-    `controller` sets the coefficient. ValueError for a pair whose gradient is not that of the KL
-    (docs/kl.md) unless `allow_biased`.
+    The advantage calls `charge_reward`, the objective calls `loss_term`, on the same Leash. `where`
+    ("reward" or "loss") selects the one that charges. `controller` sets the coefficient;
+    `estimator` is k1, k2, k3, full or k3_ratio. Without `allow_biased`, raise ValueError if the
+    pair of `where` and `estimator` does not have the gradient of a KL (docs/kl.md).
 
-    k3_ratio is k3 times pi_curr / pi_gen, gradient and all: DeepSeek-V3.2 (arXiv 2512.02556) eq. 7.
+    k3_ratio is k3 times pi_curr / pi_gen (not detached): DeepSeek-V3.2 (arXiv 2512.02556) eq. 7.
 
     >>> from trainer.kl_control import ConstantKLController
     >>> Leash(ConstantKLController(kl_coef=0.1), estimator="k1", where="reward").coeff
     0.1
     """
 
-    # What `charge_reward` reads and what `loss_term` reads.
+    # Keys that `charge_reward` reads, and keys that `loss_term` reads.
     charged: ClassVar = reads(
         "reward_raw", "loss_mask", "kl_penalty", ("log_probs", "full"), ("ref_log_probs", "full")
     )
@@ -59,14 +59,14 @@ class Leash:
         """Write reward_kl and reward = reward_raw + reward_kl.
 
         reward_kl [B, T] is -coeff * KL at the tokens of the loss mask, or 0 if the loss charges the
-        KL. kl_left [B] is the coefficient left to the loss, for `check_charged`.
+        KL. kl_left [B] is the coefficient that the loss must charge; `check_charged` reads it.
         """
-        raw, active = batch.get("reward_raw"), self.where == "reward"  # [B, T]
+        raw, in_reward = batch.get("reward_raw"), self.where == "reward"  # [B, T]
         charged = torch.zeros_like(raw)  # [B, T]
-        if active and self.coeff:
+        if in_reward and self.coeff:
             charged = -self.coeff * self._measured(batch) * batch.get("loss_mask")
         batch.set("reward_kl", charged)
-        batch.set("kl_left", torch.full_like(raw[:, 0], 0.0 if active else self.coeff))
+        batch.set("kl_left", torch.full_like(raw[:, 0], 0.0 if in_reward else self.coeff))
         return batch.set("reward", raw + charged)
 
     def loss_term(self, scores: Scores, batch: TensorDictBase) -> dict[str, Tensor]:
@@ -78,32 +78,32 @@ class Leash:
             return {"kl": self.coeff * scores.full_kl}  # [B, T]
         ref = batch.get(("ref_log_probs", "full"), None)  # [B, T]
         if ref is None:
-            raise ValueError("kl.where=loss needs ref_log_probs.full, found none; score it")
+            raise ValueError("kl.where=loss needs ref_log_probs.full, got none; use RetrieveKL")
         curr, weighted = scores.log_probs, self.estimator == "k3_ratio"
         term = kl_term(curr, ref, "k3" if weighted else self.estimator)
         if weighted:
             ratio = token_ratio(curr, batch.get(("log_probs", "full")))
-            # The gradient r k3 + r (1 - exp(ref - curr)) without its large parts, which cancel.
+            # d(r k3)/d(curr) = r k3 + r (1 - exp(ref - curr)) = r (curr - ref): large terms cancel.
             slope = (ratio * (curr - ref)).detach()
             term = (ratio * term).detach() + slope * (curr - curr.detach())
         return {"kl": self.coeff * term}
 
     def follow(self, metrics: Mapping[str, float], *, replies: int) -> None:
-        """Update the coefficient by the KL of an iteration.
+        """Update the coefficient from the KL of an iteration.
 
-        `replies`: number on all ranks; dropped ones have no KL.
+        `replies`: number on all ranks, including dropped replies, which have no KL.
         """
-        judged = 1 - metrics.get("reward/dropped_fraction", 0.0)
+        valid = 1 - metrics.get("reward/dropped_fraction", 0.0)
         measured, share = metrics.get("kl/ref_sequence"), self.controller.k3_share
         if measured and share:
-            tokens = measured / metrics["kl/ref"]  # per reply: both metrics are means of one sum
-            measured += share * (metrics["kl/ref_k3"] * tokens - measured)
-        self.controller.follow(measured, sequences=round(replies * judged))
+            length = measured / metrics["kl/ref"]  # tokens per reply = KL per reply / KL per token
+            measured += share * (metrics["kl/ref_k3"] * length - measured)
+        self.controller.follow(measured, sequences=round(replies * valid))
 
     def _measured(self, batch: TensorDictBase) -> Tensor:
         """Return the KL estimate of each token from the stored log-probs, [B, T]."""
         if batch.get("kl_penalty", None) is None:
-            raise ValueError("kl.where=reward needs kl_penalty, found none; measure it")
+            raise ValueError("kl.where=reward needs kl_penalty, got none; use RetrieveKL")
         if self.estimator == "k1":
             return batch.get("kl_penalty")
         gen, ref = batch.get(("log_probs", "full")), batch.get(("ref_log_probs", "full"))
@@ -112,12 +112,12 @@ class Leash:
 
 def check_charged(batch: TensorDictBase, leash: Leash | None) -> None:
     """Raise ValueError if the objective's `leash` would charge the KL twice, or never."""
-    left = batch.get("kl_left", None)  # [B]
-    due = left is not None and bool(left.any())  # the only wait for the device
+    left = batch.get("kl_left", None)  # [B]; None if `charge_reward` did not run
+    must_charge = left is not None and bool(left.any())  # waits for the device
     place, coeff = ("", 0.0) if leash is None else (leash.where, leash.coeff)
-    twice = place == "loss" and coeff and left is not None and not due
-    never = (due and place != "loss") or (place == "reward" and coeff and left is None)
+    twice = place == "loss" and coeff and left is not None and not must_charge  # the reward charged
+    never = (must_charge and place != "loss") or (place == "reward" and coeff and left is None)
     if twice or never:
         how = "twice" if twice else "never"
-        both = "hand one Leash to both, advantage and objective"
-        raise ValueError(f"the KL of this batch would be charged {how}; {both}")
+        remedy = "pass the same Leash to advantage and objective"
+        raise ValueError(f"the KL of this batch would be charged {how}; {remedy}")

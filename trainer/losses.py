@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from policies.random import in_float64
 
-MAX_LOG_RATIO = 20.0  # nats; exp(20) = 4.9e8 is past any clip, exp(89) overflows float32
+MAX_LOG_RATIO = 20.0  # nats; exp(20) = 4.9e8 exceeds every clip; exp(89) overflows float32
 STD_FLOOR = 1e-4
 
 
@@ -30,18 +30,18 @@ def value_term(
     clip: float | None,
     distance: Callable[[Tensor, Tensor], Tensor] = half_square,
 ) -> Tensor:
-    """Return max(d(V, R), d(clip(V, old +- clip), R)); without a clip d(V, R).
+    """Return max(d(V, R), d(clip(V, old +- clip), R)), or d(V, R) without a clip.
 
-    d is (V - R)^2 / 2. The clipped form is that of PPO implementations, not of the paper: the
-    gradient stops once V has moved by `clip` from its value at sampling, towards R.
+    d is (V - R)^2 / 2 by default. PPO implementations use the clipped form; the paper does not.
+    The clipped form has gradient 0 once V has moved from `old` towards R by more than `clip`.
 
     >>> value_term(torch.tensor(1.0), torch.tensor(0.0), torch.tensor(2.0), 0.5).item()
     1.125
     """
     loss = distance(value, returns)
     if clip is not None:
-        near = old + (value - old).clamp(-clip, clip)
-        loss = torch.maximum(loss, distance(near, returns))
+        clipped = old + (value - old).clamp(-clip, clip)
+        loss = torch.maximum(loss, distance(clipped, returns))
     return loss
 
 
@@ -49,10 +49,10 @@ def kl_term(curr: Tensor, ref: Tensor, estimator: str) -> Tensor:
     """Return the estimate of KL(curr || ref) at each token sampled from curr.
 
     k1 = curr - ref, k2 = (curr - ref)^2 / 2, k3 = exp(d) - d - 1 with d = ref - curr (Schulman
-    2020, "Approximating KL divergence"; k3 is GRPO's, arXiv 2402.03300 eq. 4). As terms of a loss,
-    with fixed states, their expected gradients are: k1 zero, k2 that of KL(curr || ref), k3 that of
-    KL(ref || curr). In k3, d is clamped at 20 from above (exp overflows), without a gradient
-    beyond; tokens with d below -20, unlikely under the reference, keep their gradient.
+    2020, "Approximating KL divergence"; k3 is GRPO's, arXiv 2402.03300 eq. 4). In a loss with
+    fixed states, the expected gradient of k1 is 0, of k2 the gradient of KL(curr || ref), of k3
+    the gradient of KL(ref || curr). k3 clamps d to at most 20, because exp overflows; a clamped
+    token has no gradient. Tokens that are unlikely under the reference are not clamped.
 
     >>> [round(kl_term(torch.tensor(-1.0), torch.tensor(-2.0), k).item(), 4) for k in ("k1", "k3")]
     [1.0, 0.3679]
@@ -70,18 +70,18 @@ def kl_term(curr: Tensor, ref: Tensor, estimator: str) -> Tensor:
 def minor_sft_term(curr: Tensor, ref: Tensor, mask: Tensor, beta: float) -> Tensor:
     """Return -2 / (beta m) log sigmoid(beta D) at each token.
 
-    D is the sum of curr - ref over the m tokens of a row. The gradient is that of -log pi times
-    2 sigmoid(-beta D): SFT's where D = 0, smaller the further a row is above the
-    reference. MinorSFT, Xie et al. 2024 (arXiv 2408.10642).
+    D is the sum of curr - ref over the m tokens of a row. The gradient is SFT's gradient
+    (of -log pi) times 2 sigmoid(-beta D). This factor is 1 if D = 0, and it falls as D grows.
+    MinorSFT, Xie et al. 2024 (arXiv 2408.10642).
 
     >>> curr, mask = torch.zeros(1, 2, requires_grad=True), torch.ones(1, 2)
     >>> (minor_sft_term(curr, torch.zeros(1, 2), mask, beta=0.1) / 2).sum().backward()
     >>> curr.grad.tolist()
     [[-0.5, -0.5]]
     """
-    ahead = ((curr - ref) * mask).sum(-1, keepdim=True)  # [B, 1]
+    log_ratio = ((curr - ref) * mask).sum(-1, keepdim=True)  # [B, 1]
     length = mask.sum(-1, keepdim=True).clamp(min=1)
-    return (-2 / (beta * length) * functional.logsigmoid(beta * ahead)).expand_as(curr)
+    return (-2 / (beta * length) * functional.logsigmoid(beta * log_ratio)).expand_as(curr)
 
 
 def token_weights(
@@ -96,9 +96,9 @@ def token_weights(
 
     `total_tokens` and `total_rows` (rows with at least one token) are totals of the step over all
     ranks, so no other function divides. token_mean: 1 / total_tokens (DAPO, arXiv 2503.14476 eq. 8,
-    there of one prompt). sequence_mean: 1 / (total_rows * tokens of the row) (GRPO, arXiv
+    for one prompt). sequence_mean: 1 / (total_rows * tokens of the row) (GRPO, arXiv
     2402.03300 eq. 3). constant: 1 / (total_rows * max_tokens) (Dr. GRPO, arXiv 2503.20783 section
-    3.2), the only one that does not sum to 1.
+    3.2); only these weights do not sum to 1.
 
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> token_weights(mask, "sequence_mean", total_tokens=3, total_rows=2).tolist()
@@ -112,7 +112,7 @@ def token_weights(
     elif aggregation == "constant":
         count = torch.as_tensor(total_rows, device=mask.device) * max_tokens
     else:
-        raise ValueError(f"no aggregation {aggregation!r}: token_mean, sequence_mean, constant")
+        raise ValueError(f"expected token_mean, sequence_mean or constant, got {aggregation!r}")
     return mask / count.clamp(min=1)
 
 
@@ -122,15 +122,12 @@ def standardise(values: Tensor, *, floor: float = STD_FLOOR) -> Tensor:
     >>> standardise(torch.tensor([1.0, 3.0]), floor=0.0).tolist()
     [-0.7071067690849304, 0.7071067690849304]
     """
-    mean = in_float64(values).mean(-1, keepdim=True).to(values)  # as in group_mean
+    mean = in_float64(values).mean(-1, keepdim=True).to(values)  # float64 as in group_mean
     return (values - mean) / spread(values, floor=floor)
 
 
 def spread(values: Tensor, mask: Tensor | None = None, *, floor: float = STD_FLOOR) -> Tensor:
-    """Return the unbiased std + floor of the masked values over the last dimension, kept as 1.
-
-    A single value gives floor.
-    """
+    """Return unbiased std + floor of masked values, [..., G] -> [..., 1]; one value gives floor."""
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     squares = (values - group_mean(values, mask)).square() * mask
     others = (mask.sum(-1, keepdim=True) - 1).clamp(min=1)
@@ -138,10 +135,10 @@ def spread(values: Tensor, mask: Tensor | None = None, *, floor: float = STD_FLO
 
 
 def group_mean(total: Tensor, mask: Tensor) -> Tensor:
-    """Return the group mean of the masked rows, for each row; [P, G] in and out.
+    """Return the mean of each group's masked rows, repeated for each row; [P, G] in and out.
 
-    In float64, where the mean of equal float32 values is exactly that value: a rounding error
-    divided by the floor of the spread would become a full step of Adam.
+    Computed in float64, so that the mean of equal float32 values is exactly this value: otherwise
+    a rounding error, divided by the floor of the spread, becomes a full step of Adam.
 
     >>> group_mean(torch.full((1, 8), 0.7), torch.ones(1, 8, dtype=torch.bool))[0, 0].item() == (
     ...     torch.tensor(0.7).item()
@@ -163,7 +160,7 @@ def leave_one_out(total: Tensor, mask: Tensor) -> Tensor:
     [[4.0, 3.5, 1.5]]
     """
     others = mask.sum(-1, keepdim=True) - mask.int()
-    exact = in_float64(total * mask)  # as in group_mean
+    exact = in_float64(total * mask)  # float64 as in group_mean
     mean = (exact.sum(-1, keepdim=True) - exact) / others.clamp(min=1).to(exact.device)
     return torch.where(others > 0, mean.to(total), total)
 
@@ -187,15 +184,15 @@ def group_advantage(
 ) -> Tensor:
     """Return A = (R - baseline R) / scale + (K - baseline K) at loss tokens, else 0, [B, T].
 
-    reward and reward_kl [B, T] are the task and the KL reward of each token, R and K their sums
-    over a trajectory; a group is G adjacent rows. Rows without loss tokens enter neither baseline
-    nor scale. `scale` maps R and row mask [P, G] to a divisor [P, 1] (None: 1). K is never scaled,
-    so the KL coefficient keeps its meaning, and a group of equal R has its K part only.
+    reward [B, T] is the task reward of each token and reward_kl [B, T] the KL part; R and K are
+    their sums over a trajectory. A group is G adjacent rows. Rows without loss tokens enter neither
+    baseline nor scale. `scale` maps R and row mask [P, G] to a divisor [P, 1] (None: 1). K is never
+    scaled, so the KL coefficient keeps its meaning; if a group has equal R, only K counts.
     GRPO: Shao et al. 2024 (arXiv 2402.03300) section 4.1.2.
 
-    credit="return_to_go" replaces R and K by the sums from token t on, with the same baseline and
-    scale: tokens get no credit for past rewards, and the first token gets the advantage that every
-    token gets under "trajectory".
+    credit="return_to_go" replaces R and K by the sums from token t on; baseline and scale stay the
+    same. So a token gets no credit for earlier rewards, and the advantage of the first token is the
+    same as with "trajectory".
 
     >>> reward = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     >>> mask = torch.ones(2, 2, dtype=torch.bool)
@@ -205,19 +202,19 @@ def group_advantage(
     if group_size < 2 and (baseline != "none" or scale is not None):
         raise ValueError(f"a group baseline needs group_size >= 2, got {group_size}")
     rows = loss_mask.any(-1).view(-1, group_size)  # [P, G]
-    task = _above(reward, rows, baseline, credit)
+    task = _minus_baseline(reward, rows, baseline, credit)
     if scale is not None:
         divisor = scale(reward.sum(-1).view_as(rows), rows)  # [P, 1]
         task = task / divisor.repeat_interleave(group_size, 0)
-    return (task + _above(reward_kl, rows, baseline, credit)) * loss_mask
+    return (task + _minus_baseline(reward_kl, rows, baseline, credit)) * loss_mask
 
 
-def _above(reward: Tensor, rows: Tensor, baseline: str, credit: str) -> Tensor:
-    """Return the credited reward minus the baseline of its row, [B, 1] or [B, T]."""
+def _minus_baseline(reward: Tensor, rows: Tensor, baseline: str, credit: str) -> Tensor:
+    """Subtract a row's baseline from its total [B, 1] or from the return of each token [B, T]."""
     total = reward.sum(-1, keepdim=True)  # [B, 1]
-    expected = BASELINES[baseline](total.view_as(rows), rows).reshape(-1, 1)
+    base = BASELINES[baseline](total.view_as(rows), rows).reshape(-1, 1)
     if credit == "return_to_go":
         total = reward.flip(-1).cumsum(-1).flip(-1)  # [B, T]
     elif credit != "trajectory":
         raise ValueError(f"expected credit trajectory or return_to_go, got {credit!r}")
-    return total - expected
+    return total - base

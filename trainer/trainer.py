@@ -1,15 +1,15 @@
-"""The training loop: verbs on one TensorDict, whose keys are in trainer/batch.py.
+"""The training loop: functions of one TensorDict. trainer/batch.py lists its keys.
 
     batch = source(i)            rollouts (reset -> generate -> step until done) or demonstrations
     batch = retrieve_kl(batch)   reference log-probs and the per-token KL, once per trajectory
-    batch = advantage(batch)     KL in the reward, group baseline or GAE
+    batch = advantage(batch)     KL added to the reward; advantages by group baseline or GAE
     metrics = update(batch)      epochs x minibatches x micro-batches: the only gradients
-    weight_sync(policy, gen)     the generator gets the new weights; it may be the policy itself
-    retrieve_kl.refresh(i)       the reference follows the policy, if configured
-    leash.follow(metrics)        the coefficient follows the KL, if configured
+    weight_sync(policy, gen)     new weights for the generator, unless it is the policy
+    retrieve_kl.refresh(i)       new weights for the reference, if configured
+    leash.follow(metrics)        new KL coefficient, if configured
 
-Left out on purpose: replay across iterations. A new feature is a file that replaces one of the
-verbs, as trainer/overlap.py does, never a branch in the loop.
+Left out on purpose: replay across iterations. To add a feature, replace one of these
+functions (example: trainer/overlap.py); add no branch to the loop.
 """
 
 import gc
@@ -43,7 +43,7 @@ Verb = Callable[[TensorDictBase], TensorDictBase]
 class Trainer:
     """Run the training loop.
 
-    `policy` is trained, `generator` samples: the policy itself or an engine.
+    The loop trains `policy`; `generator`, the policy itself or an engine, samples the responses.
     """
 
     runtime: Runtime
@@ -62,19 +62,19 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     last_sync: SyncResult = field(default_factory=SyncResult)
     early_stopping: EarlyStopping | None = None
-    inputs: dict[str, str] = field(default_factory=dict)  # sha256 of the files in the configuration
-    parts: dict[str, Any] = field(default_factory=dict)  # parts with a state, by configuration key
+    inputs: dict[str, str] = field(default_factory=dict)  # sha256 of each configured file
+    parts: dict[str, Any] = field(default_factory=dict)  # stateful parts, by configuration key
 
     def run(self, *, resume: bool = False) -> float:
-        """Train to the last iteration; return the objective of a sweep."""
+        """Train to the last iteration; return the sweep metric."""
         if self.update.objective.leash not in (None, self.leash):
-            raise ValueError("expected one Leash, got two: hand the Trainer that of its objective")
+            raise ValueError("expected one Leash, got two: pass the objective's Leash to Trainer")
         if resume:
             restore_run(self)
-        self.last_sync = push_weights(self.policy, self.generator)  # a resumed policy differs
-        gc.freeze()  # full collections skip the objects of the set-up
+        self.last_sync = push_weights(self.policy, self.generator)  # resume loads only the policy
+        gc.freeze()  # garbage collection skips the objects of the set-up
         self.runtime.on_stop = self.observers.stopping
-        self.runtime.write_status(iteration=self.progress.iteration)  # started, for the parent
+        self.runtime.write_status(iteration=self.progress.iteration)  # the parent sees the start
         try:
             self.observers.begin()
             self._catch_up()
@@ -84,8 +84,8 @@ class Trainer:
         except BaseException as error:
             try:
                 self._end("preempted" if isinstance(error, Stopped) else "failed")
-            except Exception as second:  # the first error is raised
-                self.observers.say(f"and then, on leaving: {type(second).__name__}: {second}")
+            except Exception as second:  # raise the first error instead
+                self.observers.say(f"another error followed: {type(second).__name__}: {second}")
             raise
 
     def _iteration(self, i: int) -> None:
@@ -108,8 +108,8 @@ class Trainer:
         self.checkpoints.maybe_save(done, self.state_dict(), last=done == self.num_iterations)
 
     def _batch(self, i: int, clock: "Clock") -> TensorDictBase:
-        """Return the iteration's batch with its KL; a stop leaves the weights unchanged."""
-        parts = self._states()
+        """Return the batch with its KL; at a stop, save the state before iteration `i`."""
+        states = self._states()
         try:
             self.runtime.set_phase("collect")
             with self.runtime.stoppable():
@@ -120,8 +120,8 @@ class Trainer:
                 batch = self.retrieve_kl(batch)
                 clock.lap("score")
                 self.runtime.check_stop()
-        except Stopped:  # the resumed run plays this iteration again
-            self._save(parts)
+        except Stopped:  # the resumed run repeats this iteration
+            self._save(states)
             raise
         return batch
 
@@ -133,10 +133,9 @@ class Trainer:
             self._evaluate(self.progress.unevaluated, kind="eval")
 
     def _count(self, batch: TensorDictBase, metrics: dict[str, float], clock: "Clock") -> None:
-        """Add the progress, time and perf metrics."""
+        """Count the iteration in `progress`; add the progress, time and perf metrics."""
         tokens = float(batch.get(("masks", "all_attention_mask")).sum())
-        sums = {"tokens": tokens, "samples": float(batch.batch_size[0])}
-        total = self.runtime.all_reduce_sum(sums)
+        total = self.runtime.all_reduce_sum({"tokens": tokens, "samples": float(len(batch))})
         self.progress.iteration += 1
         self.progress.tokens += int(total["tokens"])
         self.progress.samples += int(total["samples"])
@@ -149,16 +148,17 @@ class Trainer:
         }
         metrics |= clock.seconds()
         metrics["perf/tokens_per_s"] = total["tokens"] / max(metrics["time/iteration_s"], 1e-9)
-        most = {"perf/peak_memory_gib": peak_memory(self.runtime.device) / 2**30}
-        metrics |= self.runtime.all_reduce_max(most)
+        memory = {"perf/peak_memory_gib": peak_memory(self.runtime.device) / 2**30}
+        metrics |= self.runtime.all_reduce_max(memory)
 
     def _log(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:
+        """Log the metrics and sample replies; stop early or evaluate if due."""
         iteration = self.progress.iteration
-        self._judge(metrics)
+        self._stop_early(metrics)
         if "reward_raw" in batch:
             tokenizer = self.policy.tokenizer if self.runtime.is_main else None
             count = self.num_logged_replies
-            if count != "all":  # an equal share of each rank
+            if count != "all":  # each rank logs an equal share
                 count = -(-int(count) // self.runtime.ranks)
             local = transcripts(batch, iteration, count=count, kind="train", tokenizer=tokenizer)
             rows = [row for part in self.runtime.gather(local) for row in part]
@@ -171,26 +171,27 @@ class Trainer:
 
     def _evaluate(self, metrics: dict[str, float], *, kind: str) -> None:
         """Evaluate, log and show sample replies."""
-        iteration, parts = self.progress.iteration, self._states()
+        iteration, states = self.progress.iteration, self._states()
 
         def on_progress(share: float, label: str = f"evaluating {self.evaluate.about}") -> None:
             self.runtime.set_phase("evaluate", share)
             self.observers.evaluating(label, share, last=kind == "after")
 
         try:
-            # A run that is trained is finished first.
+            # The evaluation after training cannot be stopped.
             with nullcontext() if kind == "after" else self.runtime.stoppable():
                 scores, records = self.evaluate(iteration, kind=kind, on_progress=on_progress)
-        except Stopped:  # the iteration is done, only its evaluation is missing
+        except Stopped:  # training of this iteration is done, its evaluation is not
             if iteration:
                 self.progress.unevaluated = metrics
                 self._write(metrics)
-                self._save(parts)
+                self._save(states)
             raise
         self.progress.unevaluated = None
-        self._judge(scores)
-        if iteration == self.num_iterations:  # early stopping may just have set it
-            records = [{**record, "kind": (kind := "after")} for record in records]
+        self._stop_early(scores)
+        if iteration == self.num_iterations:  # true if early stopping has just ended the run
+            kind = "after"
+            records = [{**record, "kind": kind} for record in records]
         metrics = {**metrics, **scores, "progress/iteration": iteration}
         if scores:
             self.progress.objective = next(iter(scores.values()))
@@ -199,12 +200,12 @@ class Trainer:
         if records:
             self.observers.replies(records, iteration, kind=kind)
 
-    def _judge(self, metrics: dict[str, float]) -> None:
+    def _stop_early(self, metrics: dict[str, float]) -> None:
         """Make this iteration the last one if the early-stopping rule holds."""
         if self.early_stopping is None or self.early_stopping.ended:
             return
         iteration = self.progress.iteration
-        # Time metrics differ by rank: rank 0 decides.
+        # Time metrics differ between ranks, so rank 0 decides.
         self.early_stopping.ended = self.runtime.gather(self.early_stopping(metrics, iteration))[0]
         if self.early_stopping.ended:
             self.num_iterations = iteration
@@ -212,40 +213,41 @@ class Trainer:
             self.runtime.write_status(ended=self.early_stopping.ended)
 
     def _write(self, metrics: dict[str, float]) -> None:
-        judged = metrics.get("reward/dropped_fraction") != 1  # else there is no reward
-        if "loss/total" in metrics and judged and not self.evaluate.plans:
+        """Write status and metrics; without evaluations, set the sweep metric."""
+        any_valid = metrics.get("reward/dropped_fraction") != 1  # no reward if all are dropped
+        if "loss/total" in metrics and any_valid and not self.evaluate.plans:
             self.progress.objective = metrics.get("reward/mean", -metrics["loss/total"])
         self.runtime.write_status(iteration=self.progress.iteration)
         self.observers.log(metrics, self.progress.iteration)
 
     def _states(self) -> dict[str, Any]:
-        """Return a copy of the state of each part that has one."""
+        """Return a copy of the state of each stateful part."""
         return deepcopy({name: part.state_dict() for name, part in self.parts.items()})
 
-    def _save(self, parts: dict[str, Any]) -> None:
-        """Save now, if checkpoints are on, with an earlier state of the parts."""
+    def _save(self, states: dict[str, Any]) -> None:
+        """Save a checkpoint with these states of the parts, if checkpoints are on."""
         if self.checkpoints.every and self.progress.iteration:
-            self.checkpoints.save(self.progress.iteration, self.state_dict() | {"parts": parts})
+            self.checkpoints.save(self.progress.iteration, self.state_dict() | {"parts": states})
 
     def _finish(self) -> float:
-        """Write the final model and the report; return the objective."""
+        """Write the final model and the report; return the sweep metric."""
         self.runtime.set_phase("end")
         folder = self.runtime.folder
         check_agreement(self.policy.scorer, self.runtime, iteration=self.progress.iteration)
-        part = folder / ".part-model"
+        temporary = folder / ".part-model"
         if self.runtime.is_main:
-            remove(part)
-        save_model(self.policy, part, write=self.runtime.is_main)
+            remove(temporary)
+        save_model(self.policy, temporary, write=self.runtime.is_main)
         if self.runtime.is_main:
             remove(folder / "model")
-            part.rename(folder / "model")
+            temporary.rename(folder / "model")
         self.runtime.accelerator.wait_for_everyone()
         objective = float(self.progress.objective or 0.0)
         self._end("finished", objective=objective)
         return objective
 
     def _end(self, state: str, **status: Any) -> None:
-        """Write the final status and end the observers, which print how to resume."""
+        """Write the final status and end the observers."""
         try:
             self.runtime.set_phase("end")
             self.runtime.write_status(state=state, **status)
@@ -259,15 +261,15 @@ class Trainer:
             "update": self.update.state_dict(),
             "kl": self.leash.controller.state_dict(),
             "version": self.policy.version,
-            "reference": self.retrieve_kl.sha256,  # must be equal on resume
-            "inputs": self.inputs,  # equal too: hashes of rows, templates and code
+            "reference": self.retrieve_kl.sha256,  # a resumed run must have the same reference
+            "inputs": self.inputs,  # and the same hashes of rows, templates and code
             "parts": self._states(),
             **({"enough": self.early_stopping.state_dict()} if self.early_stopping else {}),
         }
 
 
 class Clock:
-    """Seconds of the phases of an iteration."""
+    """Measure the seconds of each phase of an iteration."""
 
     def __init__(self) -> None:
         self.start = self.last = time.perf_counter()

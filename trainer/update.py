@@ -1,7 +1,7 @@
 """The update: epochs x minibatches x micro-batches. Gradients live only here.
 
-`weight` [B, T] sums to 1 over an optimiser step on all ranks and is set before any split, so the
-gradient depends neither on micro-batches nor on padding, order or ranks; nobody divides again.
+`weight` [B, T] sums to 1 over an optimiser step on all ranks and is set before any split. So the
+gradient does not depend on micro-batches, padding, order or ranks. No other code divides a loss.
 """
 
 import math
@@ -23,7 +23,7 @@ from trainer.losses import token_weights
 from trainer.objectives import EntropyBonus, Objective, Terms
 from trainer.runtime import Runtime
 
-# What the update itself and the scorer need; the rest an objective says it `reads`.
+# Keys that the update and the scorer read; `objective.reads` has the others.
 SCORED = reads(
     ("tokens", "full"), ("masks", "all_attention_mask"), "loss_mask", "temperature", "group_id"
 )
@@ -33,11 +33,11 @@ class Update:
     """Optimise the policy on a batch.
 
     `scorer` is the module that `accelerator.prepare` returned; `lr` maps the optimiser step
-    (0-based) to a learning rate; `micro_batch_tokens` bounds the tokens of one backward, padding
-    included: `packing` lays the rows out after each other, without any.
-    A parameter group's own "scale" multiplies the rate, and it waits for the iteration "since".
-    `entropy_*` are the `EntropyBonus`'s. With `target_kl` (nats per token) an iteration ends before
-    the step of the first minibatch whose kl/behaviour_k3, over all ranks, is above it.
+    (0-based) to a learning rate; `micro_batch_tokens` bounds the tokens of a backward pass,
+    padding included. `packing` removes the padding: it concatenates the rows.
+    The rate of a parameter group is multiplied by its "scale" and is 0 before iteration "since".
+    `entropy_*` configure `EntropyBonus`. If the kl/behaviour_k3 of a minibatch, over all ranks, is
+    above `target_kl` (nats per token), the iteration ends without this optimiser step.
     """
 
     def __init__(
@@ -79,40 +79,40 @@ class Update:
         self.scorer.train()
         log, first = _Log(), dict[str, float]()
         parts = split_rows(batch, self.minibatches) * self.epochs
-        start, left = self.step, 0
+        start, not_taken = self.step, 0
         for number, rows in enumerate(parts):
-            log = log if number % self.minibatches else _Log()
+            log = log if number % self.minibatches else _Log()  # one per epoch
             if not self._step(select_rows(batch, rows), log):
-                left = len(parts) - number
+                not_taken = len(parts) - number
                 break
-            # Up to the first step, skipped ones aside, the weights are still those that sampled.
+            # `first`: the first minibatch with loss tokens, scored by the weights that sampled it.
             first = first or (log.result(self.runtime) if log.sums else {})
-        self.step = start + len(parts)  # schedules count the steps left out too
+        self.step = start + len(parts)  # schedules also count the steps not taken
         self.scorer.eval()
         metrics = log.result(self.runtime)
         if "kl/mismatch" in first:
             metrics["kl/mismatch"] = first["kl/mismatch"]
         metrics["optim/skipped_steps"] = float(self.skipped)
         if self.target_kl is not None:
-            metrics["optim/early_stopped"] = left / len(parts)
+            metrics["optim/early_stopped"] = not_taken / len(parts)
         metrics["policy/entropy_coeff"] = self.entropy.coeff
         if "policy/entropy" in metrics:
             self.entropy.update(metrics["policy/entropy"])
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs beside weights and optimiser."""
+        """Return the state for a checkpoint, in addition to weights and optimiser."""
         return {"step": self.step, "skipped": self.skipped, "entropy": self.entropy.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where a checkpoint stopped."""
+        """Restore the state of a checkpoint."""
         self.step, self.skipped = state["step"], state["skipped"]
         self.entropy.load_state_dict(state["entropy"])
 
     def _step(self, batch: TensorDictBase, log: "_Log") -> bool:
-        """Take one optimiser step on a minibatch; an empty or non-finite one is skipped.
+        """Take one optimiser step, unless the minibatch is empty or its gradient is not finite.
 
-        Return False, without the step, if the policy has moved further than `target_kl`.
+        Return False, without a step, if the policy has moved further than `target_kl`.
         """
         mask = batch.get("loss_mask")  # [B, T] of the minibatch
         totals = {"tokens": float(mask.sum()), "rows": float(mask.any(-1).sum())}
@@ -131,24 +131,24 @@ class Update:
             max_tokens=self.max_tokens,
         )
         batch.set("weight", weight)
-        parts, sums = self._micro_batches(batch), _Log()
+        parts, step_log = self._micro_batches(batch), _Log()
         for number, rows in enumerate(parts):
-            self._backward(select_rows(batch, rows), sums, last=number + 1 == len(parts))
+            self._backward(select_rows(batch, rows), step_log, last=number + 1 == len(parts))
         limit = self.max_grad_norm or math.inf
         norm = self.runtime.clip(self.scorer.parameters(), limit)
-        sums.notes = {"optim/lr": [rate], "optim/grad_norm": [norm]}
-        log.join(sums)
-        far = self.target_kl is not None and (  # of the tokens of all ranks, so all of them agree
-            sums.result(self.runtime)["kl/behaviour_k3"] > self.target_kl
+        step_log.notes = {"optim/lr": [rate], "optim/grad_norm": [norm]}
+        log.join(step_log)
+        too_far = self.target_kl is not None and (  # a mean over all ranks, so all ranks agree
+            step_log.result(self.runtime)["kl/behaviour_k3"] > self.target_kl
         )
         for group in self.optimizer.param_groups:
             waits = iteration < group.get("since", 0)
             group["lr"] = 0.0 if waits else rate * group.get("scale", 1.0)
-        if math.isfinite(norm) and not far:  # gradients are reduced, so all ranks agree
+        if math.isfinite(norm) and not too_far:  # gradients are reduced, so all ranks agree
             self.optimizer.step()
         self.skipped += not math.isfinite(norm)
         self.optimizer.zero_grad(set_to_none=True)
-        return not far
+        return not too_far
 
     def _backward(self, batch: TensorDictBase, log: "_Log", *, last: bool) -> None:
         accelerator = self.runtime.accelerator
@@ -172,28 +172,28 @@ class Update:
         log.add(terms, losses, batch.get("loss_mask"))
 
     def _micro_batches(self, batch: TensorDictBase) -> list[list[int]]:
-        """Return row lists within the token bound, as many on every rank: some may be empty."""
+        """Return row lists within the token bound; each rank gets the same number, some empty."""
         attention, ids = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
         limit = self.micro_batch_tokens
         parts = pack_rows(attention, limit, group_id=ids, padded=not self.packing)
-        most = int(self.runtime.all_reduce_max({"n": float(len(parts))})["n"])
-        return parts + [[]] * (most - len(parts))
+        count = int(self.runtime.all_reduce_max({"n": float(len(parts))})["n"])
+        return parts + [[]] * (count - len(parts))
 
 
 def select_rows(batch: TensorDictBase, rows: list[int]) -> TensorDictBase:
-    """Return some rows, possibly none."""
+    """Return these rows of the batch; `rows` may be empty."""
     return batch[torch.tensor(rows, dtype=torch.int64)]
 
 
 def split_rows(batch: TensorDictBase, count: int) -> list[list[int]]:
     """Return `count` minibatches of rows; the samples of a prompt stay together.
 
-    Every `count`-th prompt: what a minibatch holds on all ranks depends on no number of ranks.
+    Minibatch i: prompts i, i + count, ... The number of ranks does not change its set of prompts.
     """
     rows = groups(batch.get("group_id", torch.arange(batch.batch_size[0])))
     if len(rows) % count:
-        parts = f"algorithm.minibatches={count} equal parts"
-        raise ValueError(f"expected the {len(rows)} prompts of a rank to split into {parts}")
+        prompts = f"the {len(rows)} prompts of a rank"
+        raise ValueError(f"expected algorithm.minibatches={count} to divide {prompts}")
     return [list(chain(*rows[i::count])) for i in range(count)]
 
 
@@ -201,9 +201,9 @@ class _Log:
     """Sums over the micro-batches of an epoch, on the device until `result` reduces them once."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}  # of losses, means and tokens
+        self.sums: dict[str, Tensor] = {}  # of losses, means and token counts
         self.maxima: dict[str, Tensor] = {}
-        self.notes: dict[str, list[float]] = {}  # numbers of each optimiser step
+        self.notes: dict[str, list[float]] = {}  # one value per optimiser step
 
     @torch.no_grad()
     def add(self, terms: Terms, losses: dict[str, Tensor], mask: Tensor) -> None:
@@ -214,12 +214,12 @@ class _Log:
         for name, value in parts.items():
             self.sums[name] = self.sums.get(name, 0.0) + in_float64(value.detach())
         for name, value in terms.maxima.items():
-            if value.numel():  # a rank that has run out of rows takes part without any
-                most = value.max()
-                self.maxima[name] = torch.maximum(self.maxima.get(name, most), most)
+            if value.numel():  # an empty micro-batch has no values
+                largest = value.max()
+                self.maxima[name] = torch.maximum(self.maxima.get(name, largest), largest)
 
     def join(self, other: "_Log") -> None:
-        """Add what another one holds."""
+        """Add the sums, maxima and notes of another log."""
         for name, value in other.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         for name, value in other.maxima.items():
@@ -239,6 +239,6 @@ class _Log:
 
 
 def _floats(values: dict[str, Tensor]) -> dict[str, float]:
-    """Return the numbers of scalar tensors by one transfer."""
+    """Return scalar tensors as numbers, in one copy from the device."""
     numbers = torch.stack([in_float64(v) for v in values.values()]).tolist() if values else []
     return dict(zip(values, numbers, strict=True))
