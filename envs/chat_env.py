@@ -52,7 +52,7 @@ class ChatEnv(EnvBase):
     writes under "next": `reward` [B, 1], `reward_part.*`, `reward_errors`, `dropped`, `success`,
     `terminated`, `truncated`, `done` [B, 1] and the next turn's prompt.
 
-    `batch_size`: (B,), which every reset must have; None: any. An unbatched query is repeated.
+    `batch_size`: each reset has (B,) chats, with None any number; an unbatched query is repeated.
     `max_turns`: None is 1 with a task, and no limit without a task.
     `template_kwargs`: chat_template or chat_template_name, for the text and tokens modes.
     `with_tokenizer=True` returns the env with an `IncrementalTokenizer`.
@@ -252,10 +252,10 @@ class ChatEnv(EnvBase):
 class DatasetChatEnv(TransformedEnv):
     """A `ChatEnv` with prompts from a data set, epoch after epoch without end.
 
-    `dataset`: a .jsonl, .json, .csv or .parquet file, a folder or a hub id. `name`: subset of a hub
-    data set. `split`: default "train"; a file has no other. `shuffle`: a new order in each epoch,
-    which depends only on `seed`. `collate_fn`: from lists of `batch_size_dl` rows (dicts) to rows,
-    a dict of columns or a TensorDict; the default renames the column "text" to "query". `data_key`:
+    `dataset`: a .jsonl, .json, .csv or .parquet file, a folder or a hub id; `name`: hub subset.
+    `split`: default "train", ignored for a file. `shuffle`: a new order in each epoch, which
+    depends only on `seed`. `collate_fn` turns lists of `batch_size_dl` rows (dicts) into rows, a
+    dict of columns or a TensorDict; the default renames the column "text" to "query". `data_key`:
     column of prompts: texts, lists of messages or histories. The td keeps the other columns.
 
     A reset returns `num_envs` chats, each prompt `repeats` times in a row, so `num_envs` must be a

@@ -46,9 +46,9 @@ def plain(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
     size = input_ids.shape[1]
     index = torch.arange(size, device=tokens.device)
     mask = index < attention.sum(-1, keepdim=True)  # [B, L]
-    where = positions(attention)  # [B, T]
+    place = positions(attention)  # [B, T]
     row = torch.arange(len(rows), device=tokens.device).unsqueeze(1)
-    source = (row * size + where - 1)[keep]  # [K] the state at t - 1 predicts token t
+    source = (row * size + place - 1)[keep]  # [K] the state at t - 1 predicts token t
     return Layout(input_ids, index.expand_as(input_ids), mask, source)
 
 
@@ -68,44 +68,44 @@ def packed(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
 def _trees(
     tokens: Tensor, attention: Tensor, keep: Tensor, trees: list[list[int]], lengths: list[int]
 ) -> Layout:
-    """Lay out each tree of sequences in one row; `lengths`: of the shared prefix of each tree."""
+    """Lay out each tree of sequences in one row; `lengths`: shared prompt tokens of each tree."""
     rows = unpad(tokens, attention)
     device = tokens.device
     base = torch.zeros(len(rows), dtype=torch.int64)  # [B] first reply column of each row
     prefix = torch.zeros(len(rows), dtype=torch.int64)  # [B] length of the shared prefix
     tree = torch.zeros(len(rows), dtype=torch.int64)  # [B] row in the layout
-    ids, places, segments = [], [], []
+    ids, position_ids, segments = [], [], []
     for r, (members, length) in enumerate(zip(trees, lengths, strict=True)):
-        parts, place = [rows[members[0]][:length]], [torch.arange(length, device=device)]
+        parts, position = [rows[members[0]][:length]], [torch.arange(length, device=device)]
         segment = [torch.zeros(length, dtype=torch.int64, device=device)]
         column = length
         for s, i in enumerate(members, start=1):
             reply = rows[i][length:]
             base[i], prefix[i], tree[i] = column, length, r
             parts.append(reply)
-            place.append(torch.arange(length, length + len(reply), device=device))
+            position.append(torch.arange(length, length + len(reply), device=device))
             segment.append(torch.full_like(reply, s))
             column += len(reply)
         ids.append(torch.cat(parts))
-        places.append(torch.cat(place))
+        position_ids.append(torch.cat(position))
         segments.append(torch.cat(segment))
     input_ids, segment_ids = pad(ids), pad(segments, -1)  # [R, L]
     base, prefix, tree = (x.to(device)[:, None] for x in (base, prefix, tree))
     before = positions(attention) - 1  # [B, T] position of the state that predicts each token
     column = torch.where(before < prefix, before, base + before - prefix)
     source = (tree * input_ids.shape[1] + column)[keep]
-    return Layout(input_ids, pad(places), tree_mask(segment_ids), source)
+    return Layout(input_ids, pad(position_ids), tree_mask(segment_ids), source)
 
 
 def choose(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor | None) -> Layout:
-    """Share the prompts if this saves at least 20 % of the tokens; else one row per sequence."""
+    """Share the prompts if this saves more than 20 % of the tokens; else one row per sequence."""
     if group_id is not None and _saves(tokens, attention, group_id):
         return shared(tokens, attention, keep, group_id)
     return plain(tokens, attention, keep)
 
 
 def _saves(tokens: Tensor, attention: Tensor, group_id: Tensor) -> bool:
-    """Return whether sharing saves at least 20 % of the tokens, in rows of at most WIDEST."""
+    """Return whether sharing saves more than 20 % of the tokens, in rows of at most WIDEST."""
     sizes, rows = attention.sum(-1), unpad(tokens, attention)
     trees, widest = groups(group_id), 0
     for members in trees:
@@ -119,8 +119,8 @@ def _common_prefix(rows: list[Tensor]) -> int:
     size = min(len(r) for r in rows) - 1
     if len(rows) == 1 or size <= 0:
         return max(size, 0)
-    same = torch.stack([r[:size] for r in rows])  # [G, size]
-    differ = (same != same[0]).any(0).nonzero()
+    starts = torch.stack([r[:size] for r in rows])  # [G, size]
+    differ = (starts != starts[0]).any(0).nonzero()
     return int(differ[0]) if len(differ) else size
 
 
@@ -128,11 +128,11 @@ def tree_mask(segment: Tensor) -> Tensor:
     """Return the mask [R, 1, L, L]: causal attention to the own reply and the shared prompt."""
     size = segment.shape[1]
     key, query = segment[:, None, :], segment[:, :, None]
-    seen = (key == 0) | (key == query)
+    related = (key == 0) | (key == query)
     causal = torch.ones(size, size, dtype=torch.bool, device=segment.device).tril()
     diagonal = torch.eye(size, dtype=torch.bool, device=segment.device)
     # Padding attends to itself: the softmax of an empty row would be NaN.
-    return ((seen & causal & (key >= 0)) | diagonal)[:, None]
+    return ((related & causal & (key >= 0)) | diagonal)[:, None]
 
 
 def _bins(sizes: list[int], limit: int) -> list[list[int]]:

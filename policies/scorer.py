@@ -38,7 +38,7 @@ class Placement:
         return nullcontext()
 
     def plain(self, *, fill: bool = True, keep: bool = False) -> AbstractContextManager[None]:
-        """Hold full tensors inside the block: `fill` gives them values, `keep` keeps changes."""
+        """Hold full tensors inside the block; `fill`: with values; `keep`: store changed values."""
         return nullcontext()
 
     def forwards(self, count: int) -> AbstractContextManager[int]:
@@ -102,20 +102,20 @@ class Scorer(nn.Module):
         tokens [B, T] int64 padded on any side, attention_mask [B, T] bool, keep [B, T] bool
         (default: every attended token), temperature a number or [B], group_id [B] equal for rows
         of one prompt. The first attended token has 0. `entropy` has a gradient only with
-        `learn_entropy`. `reference` adds the exact KL to it. `pack` puts several rows into one.
+        `learn_entropy`. `reference` adds the exact KL. `pack` puts several rows into one.
         """
         keep = predicted(attention_mask, keep)
         if not keep.any():
             return self._zeros(tokens, entropy, reference is not None)
         layout = self._layout(tokens, attention_mask, keep, group_id, pack)
-        dist, other = self._dist(layout, keep, temperature), None
+        dist, ref_dist = self._dist(layout, keep, temperature), None
         value = self.critic(layout, dist.states) if self.critic is not None else None  # [K]
         if reference is not None:
             with torch.no_grad():
                 if reference.share_prompts != self.share_prompts:
                     layout = reference._layout(tokens, attention_mask, keep, group_id)
-                other = reference._dist(layout, keep, temperature)
-        scores = dist.scores(tokens, entropy=entropy, learn=learn_entropy, reference=other)
+                ref_dist = reference._dist(layout, keep, temperature)
+        scores = dist.scores(tokens, entropy=entropy, learn=learn_entropy, reference=ref_dist)
         return scores if value is None else replace(scores, values=placed(value, keep))
 
     def _dist(self, layout: layouts.Layout, keep: Tensor, temperature: Tensor | float):
@@ -223,10 +223,10 @@ def score_in_parts(
     with placement.forwards(len(parts)) as count:
         for rows in parts + [[]] * (count - len(parts)):
             index = torch.tensor(rows, dtype=torch.int64, device=tokens.device)
-            ids, mask, part_keep, group, scale = (
+            ids, mask, part_keep, group, part_temperature = (
                 x[index] if getattr(x, "ndim", 0) else x for x in inputs
             )
-            options |= {} if scale is None else {"temperature": scale}
+            options |= {} if part_temperature is None else {"temperature": part_temperature}
             part = score(ids, mask, part_keep, group_id=group, **options)
             done.append(part if isinstance(part, Tensor) else part.log_probs)
     order = torch.tensor([row for rows in parts for row in rows], device=tokens.device)

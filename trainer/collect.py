@@ -26,7 +26,7 @@ class Trajectories:
     """
 
     def __init__(self, first: TensorDictBase) -> None:
-        prompt = first.get(("masks", "all_attention_mask")) & ~first.get(RESPONSE)  # [B, P]
+        prompt = first.get(("masks", "all_attention_mask")) & ~first.get(RESPONSE)  # [B, T]
         size, device = len(prompt), prompt.device
         self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
         kinds = {"ids": torch.int64, "assistant": torch.bool, "response": torch.bool}
@@ -201,9 +201,7 @@ def tokens_between(
     `last`: last id of the first reply; `before`, `after`: messages before and after the env's step.
     """
     if after[: len(before)] != before:
-        raise ValueError(
-            "a transform edited earlier messages of a chat; transforms may only add messages"
-        )
+        raise ValueError("a transform edited earlier messages; transforms may only add messages")
     ids = torch.tensor(policy.renderer.extend([last], before, after[len(before) :])[1:])
     assistant = torch.zeros(len(ids), dtype=torch.bool)
     # If the token limit cut the reply, the first id is the end of the assistant's turn.
