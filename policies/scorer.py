@@ -185,7 +185,7 @@ class Scorer(nn.Module):
             raise ValueError(f"{kind} cannot score packed sequences; use pad_model_input=True")
 
     def _zeros(self, tokens: Tensor, entropy: bool, full: bool) -> Scores:
-        """Return zeros with a gradient to each parameter: DDP waits for gradients on every rank."""
+        """Return zeros that give each parameter a gradient of 0: DDP needs one on every rank."""
         anchor = sum(p.flatten()[0].float() * 0 for p in self.parameters() if p.requires_grad)
         zeros = torch.zeros(tokens.shape, device=tokens.device) + anchor
         entropies, values = zeros.detach() if entropy else None, zeros if self.critic else None
@@ -212,7 +212,7 @@ def score_in_parts(
 ) -> Tensor:
     """Return log-probs [B, T], computed in parts of at most `limit` padded tokens; None: no limit.
 
-    `score`: a scorer, or its method `values`, for values instead; `options`: its other arguments.
+    `score`: a scorer, or its method `values`, for values instead; `options`: more arguments.
     """
     parts = [list(range(len(tokens)))]
     if limit is not None:

@@ -136,7 +136,7 @@ def collect(
     """Return the trajectories of all samples of `prompts` [P] as one batch [B, T].
 
     Keys: trainer/batch.py. `policy_version` is the version that sampled a row's first turn. With
-    `learn`, a policy with top_p or similar is a ValueError, because training cannot score it.
+    `learn`, a policy with top_p or similar is a ValueError: training cannot score its samples.
     """
     policy = as_generator(
         policy, learn=learn, pad_output=True, return_log_probs=True, text_key=None
