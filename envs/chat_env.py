@@ -3,7 +3,7 @@
 P prompts are repeated G times in a row into B = P*G chats. A task defines the rows, the rewards
 and the next messages; without a task the env only keeps the conversation, and transforms (rewards,
 tools, step limits) do the rest. `DatasetChatEnv` takes its prompts from a data set.
-Left out on purpose: data loading in a Ray actor, and primers (the rows define the data).
+Left out on purpose: data loading in a Ray actor, and primers (reset keys come from the rows).
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class ChatEnv(EnvBase):
     """A single- or multi-turn chat, with or without a task.
 
     `reset` reads `row` [P] (dicts with "messages") or `data_key` [P] (texts, lists of messages or
-    histories) and writes `history.prompt`, in the other input modes also `tokens.prompt`, in text
-    mode `text.prompt` too, and `group_id`, `turn` [B]; other entries of its input stay from turn
-    to turn. `step` reads the action, `history.full`, `text.full` or `tokens.full` [B], and
+    histories). It writes `group_id`, `turn` [B] and the prompt: always `history.prompt`, in tokens
+    and text mode `tokens.prompt`, in text mode `text.prompt`. All turns keep the other input keys.
+    `step` reads the reply from `history.full`, `text.full` or `tokens.full` [B] and
     writes under "next": `reward` [B, 1], `reward_part.*`, `reward_errors`, `dropped`, `success`,
     `terminated`, `truncated`, `done` [B, 1] and the next turn's prompt.
 
-    `batch_size`: (B,), checked, and an unbatched query is repeated to it; None accepts any size.
-    `max_turns`: default 1 with a task; without a task None never ends an episode.
+    `batch_size`: each reset has (B,) chats, with None any number; an unbatched query is repeated.
+    `max_turns`: None is 1 with a task, and no limit without a task.
     `template_kwargs`: chat_template or chat_template_name, for the text and tokens modes.
     `with_tokenizer=True` returns the env with an `IncrementalTokenizer`.
 
@@ -64,7 +64,7 @@ class ChatEnv(EnvBase):
     """
 
     def __new__(cls, *args: Any, with_tokenizer: bool = False, **kwargs: Any) -> Any:
-        """Return the env, or with_tokenizer=True its TransformedEnv."""
+        """Return the env; if with_tokenizer, a TransformedEnv of it."""
         if not with_tokenizer:
             return super().__new__(cls)
         return cls.with_tokenizer(kwargs.pop("tokenizer", None), *args, **kwargs)
@@ -122,7 +122,7 @@ class ChatEnv(EnvBase):
         return env
 
     def messages(self, row: dict) -> list[dict]:
-        """Return the prompt of a row, with the system prompt in front unless it has one."""
+        """Return the prompt of a row, with the env's system prompt if the row has none."""
         messages = list(row["messages"])
         if self.system_prompt is not None and messages[0]["role"] != self.system_role:
             messages.insert(0, {"role": self.system_role, "content": self.system_prompt})
@@ -141,32 +141,32 @@ class ChatEnv(EnvBase):
     def _reset(self, tensordict: TensorDictBase | None) -> TensorDictBase:
         if tensordict is None:
             raise RuntimeError("reset expected a td with the rows to start from, got None")
-        tensordict = self._fitted(tensordict)
+        tensordict = self._with_batch_size(tensordict)
         rows = self._rows(tensordict)
-        size, times = len(rows), self.group_size
-        owner = torch.arange(size).repeat_interleave(times)  # [B]
+        num_prompts, num_samples = len(rows), self.group_size
+        owner = torch.arange(num_prompts).repeat_interleave(num_samples)  # [B] index of the row
         td = tensordict.exclude("next", *POLICY_KEYS)[owner]
-        td.set("group_id", tensordict.get("group_id", torch.arange(size))[owner])
+        td.set("group_id", tensordict.get("group_id", torch.arange(num_prompts))[owner])
         if "stream" in tensordict:
-            sample = torch.arange(times).repeat(size)
+            sample = torch.arange(num_samples).repeat(num_prompts)
             td.set("stream", fold(tensordict.get("stream")[owner], sample))
         if self.task is not None:
             td.set("row", NonTensorStack(*[NonTensorData(rows[i]) for i in owner.tolist()]))
         self._carried = list(td.keys())
-        td.set("turn", torch.zeros(size * times, dtype=torch.int64))
+        td.set("turn", torch.zeros(len(owner), dtype=torch.int64))
         prompts = [self.messages(row) for row in rows]
         for messages in prompts if self.task is not None else ():
             if messages[-1]["role"] == self.policy_role:
                 raise ValueError(
-                    "expected a prompt that ends in a message to reply to, got the assistant's "
-                    f"{messages[-1]['content']!r:.60}"
+                    "expected a prompt that ends with a message of the user or a tool, got the "
+                    f"assistant's {messages[-1]['content']!r:.60}"
                 )
         chats = History.from_chats(prompts).unbind(0)
         prompt = lazy_stack([chats[i] for i in owner.tolist()])  # samples share their prompt
-        return self._placed(write_prompt(td, self.input_mode, self.renderer, prompt))
+        return self._to_device(write_prompt(td, self.input_mode, self.renderer, prompt))
 
-    def _fitted(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return the data with one batch dimension, of P rows if the env has a batch size."""
+    def _with_batch_size(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return the data as P rows; repeat unbatched data, check the size of batched data."""
         prompts = self.batch_size[0] // self.group_size if self.batch_size[0] > 0 else None
         if tensordict.ndim == 0 and prompts is not None:
             return tensordict.expand(prompts)
@@ -193,7 +193,7 @@ class ChatEnv(EnvBase):
         full, chats, parsed = read_action(tensordict, *views)
         size = len(parsed)
         if self.task is not None and "row" not in tensordict:
-            raise ValueError("step expected 'row', as reset and step give it, found none")
+            raise ValueError("step expected 'row', a key that reset writes, found none")
         rows = tensordict.get("row").tolist() if self.task is not None else [{}] * size
         turn = tensordict.get("turn", torch.zeros(size, dtype=torch.int64)).cpu() + 1  # [B]
         replies = [
@@ -201,27 +201,27 @@ class ChatEnv(EnvBase):
             for (text, complete), chat in zip(parsed, chats, strict=True)
         ]
         rewards = self._rewards(rows, replies)
-        more: list[list[dict]] = [[]] * size
+        new: list[list[dict]] = [[]] * size  # messages of the task
         if self.task is not None:
-            more = [self.task.respond(*pair) for pair in zip(rows, replies, strict=True)]
-        ended = torch.tensor([self.task is not None and not m for m in more])
-        cut = torch.tensor([not r.complete for r in replies])
-        limit = (turn >= (self.max_turns or torch.inf)) & ~ended
+            new = [self.task.respond(*pair) for pair in zip(rows, replies, strict=True)]
+        ended = torch.tensor([self.task is not None and not messages for messages in new])
+        cut = torch.tensor([not r.complete for r in replies])  # by the token limit
+        at_limit = (turn >= (self.max_turns or torch.inf)) & ~ended
         following = tensordict.select(*self._carried, strict=False).update(self._outcome(rewards))
         following.set("terminated", (ended & ~cut).unsqueeze(-1))
-        following.set("truncated", ((ended & cut) | limit).unsqueeze(-1))
-        following.set("done", (ended | limit).unsqueeze(-1))
+        following.set("truncated", ((ended & cut) | at_limit).unsqueeze(-1))
+        following.set("done", (ended | at_limit).unsqueeze(-1))
         following.set("turn", turn)
-        after = [[*c, *m] for c, m in zip(chats, more, strict=True)]
-        history = History.from_chats(after) if any(more) else full
+        after = [[*chat, *messages] for chat, messages in zip(chats, new, strict=True)]
+        history = History.from_chats(after) if any(new) else full
         ids = None
         if self.input_mode == "tokens":
             triples = zip(full_ids(tensordict), chats, after, strict=True)
             ids = [next_ids(self.renderer, *triple) for triple in triples]
-        done = write_prompt(following, self.input_mode, self.renderer, history, ids)
-        return self._placed(done)
+        following = write_prompt(following, self.input_mode, self.renderer, history, ids)
+        return self._to_device(following)
 
-    def _placed(self, td: TensorDictBase) -> TensorDictBase:
+    def _to_device(self, td: TensorDictBase) -> TensorDictBase:
         return td if self.device is None else td.to(self.device)
 
     def _rewards(self, rows: list[dict], replies: list[Reply]) -> Sequence[Reward]:
@@ -241,8 +241,8 @@ class ChatEnv(EnvBase):
         for parts in (sorted(reward.parts) for reward in rewards):
             if parts != self._parts:
                 raise ValueError(
-                    f"expected the reward parts {self._parts} of every reply, got {parts}; let the "
-                    "task give math.nan where one does not apply"
+                    f"expected the reward parts {self._parts} of every reply, got {parts}; "
+                    "return math.nan for a part that does not apply"
                 )
         for name in self._parts:
             out.set(("reward_part", name), _column([r.parts[name] for r in rewards]))
@@ -250,21 +250,21 @@ class ChatEnv(EnvBase):
 
 
 class DatasetChatEnv(TransformedEnv):
-    """A `ChatEnv` with prompts from a data set, in endless epochs.
+    """A `ChatEnv` with prompts from a data set, epoch after epoch without end.
 
-    `dataset`: a .jsonl, .json, .csv or .parquet file, a folder or a hub id (`name`: its subset;
-    `split`, default "train"; a file is one split). `shuffle` orders each epoch anew, a function of
-    `seed`. `collate_fn` gets lists of `batch_size_dl` rows (dicts) and returns rows, a dict of
-    columns or a TensorDict; without one the column "text" becomes "query". `data_key` is the column
-    of prompts: texts, lists of messages or histories. The other columns stay in the td.
+    `dataset`: a .jsonl, .json, .csv or .parquet file, a folder or a hub id; `name`: hub subset.
+    `split`: default "train", ignored for a file. `shuffle`: a new order in each epoch, which
+    depends only on `seed`. `collate_fn` turns lists of `batch_size_dl` rows (dicts) into rows, a
+    dict of columns or a TensorDict; the default renames the column "text" to "query". `data_key`:
+    column of prompts: texts, lists of messages or histories. The td keeps the other columns.
 
-    A reset returns `num_envs` chats, each prompt `repeats` times in a row. All samples of a prompt
-    come from one reset: `num_envs` is a multiple of `repeats`, or with `group_repeats` a reset
-    returns num_envs * repeats chats. `group_id` counts prompts.
+    A reset returns `num_envs` chats, each prompt `repeats` times in a row, so `num_envs` must be a
+    multiple of `repeats`. With `group_repeats` a reset returns num_envs * repeats chats.
+    `group_id` counts prompts.
     """
 
     SYSTEM_PROMPT: str | None = None
-    RENAMED = ("text", "query")  # "text" is the key of a container
+    RENAMED = ("text", "query")  # the key "text" of the td holds a `Text`
 
     def __init__(
         self,
@@ -291,9 +291,9 @@ class DatasetChatEnv(TransformedEnv):
         dataloader_actor_name: str | None = None,
     ) -> None:
         if apply_template:
-            raise ValueError("apply_template: leave it out and set input_mode='text'")
+            raise ValueError("remove apply_template and set input_mode='text'")
         if ray_backend or dataloader_actor_name:
-            raise ValueError("ray_backend, dataloader_actor_name: rows are read in this process")
+            raise ValueError("remove ray_backend and dataloader_actor_name: no actor reads rows")
         local = is_file(dataset) or Path(dataset).is_dir()
         rows = load_table(
             dataset if local or not name else f"{dataset}:{name}", split=split or "train"
@@ -329,10 +329,10 @@ class DatasetChatEnv(TransformedEnv):
         batch_size: int | Sequence[int] | None = None,
         **options: Any,
     ) -> DatasetChatEnv:
-        """Return the env over any iterable of rows; `batch_size` is its num_envs, default 1.
+        """Return an env with the rows of any iterable; `batch_size` is num_envs, default 1.
 
-        `options`: repeats, group_repeats and system_prompt, and tokenizer, template_kwargs,
-        input_mode, data_key and device of `ChatEnv`.
+        `options`: repeats, group_repeats, system_prompt, tokenizer, template_kwargs, input_mode,
+        data_key and device, as in the constructor.
         """
         self = cls.__new__(cls)
         self._generator = None
@@ -352,18 +352,18 @@ class DatasetChatEnv(TransformedEnv):
         **chat: Any,
     ) -> None:
         if primers is not None:
-            raise ValueError("primers: the rows say what a reset reads; leave it out")
-        times = max(1, repeats or 1)
-        size = num_envs * times if group_repeats else num_envs
-        if size % times:
+            raise ValueError("remove primers: the rows define the keys of a reset")
+        repeats = max(1, repeats or 1)
+        size = num_envs * repeats if group_repeats else num_envs
+        if size % repeats:
             raise ValueError(
-                f"expected num_envs to be a multiple of repeats={times}, so that the samples of a "
+                f"expected num_envs to be a multiple of {repeats=}, because all samples of a "
                 f"prompt come from one reset, got {num_envs}; or set group_repeats=True"
             )
         prompt = self.SYSTEM_PROMPT if system_prompt is None else system_prompt
-        env = ChatEnv(group_size=times, batch_size=(size,), system_prompt=prompt, **chat)
+        env = ChatEnv(group_size=repeats, batch_size=(size,), system_prompt=prompt, **chat)
         super().__init__(env, Compose())
-        self._loader, self._prompts, self._num_read = loader, size // times, 0
+        self._loader, self._num_prompts, self._num_read = loader, size // repeats, 0
         self.reset_dataloader()
 
     def reset_dataloader(self) -> DatasetChatEnv:
@@ -387,7 +387,7 @@ class DatasetChatEnv(TransformedEnv):
 
     @property
     def input_spec(self) -> Composite:
-        """Return the specs of inputs: the action; a reset needs nothing."""
+        """Return the specs of inputs: only the action, because a reset needs no input."""
         spec = super().input_spec
         spec["full_state_spec"] = Composite(shape=spec["full_state_spec"].shape)
         return spec
@@ -405,7 +405,7 @@ class DatasetChatEnv(TransformedEnv):
 
     def _next_prompts(self) -> TensorDict:
         """Return the next prompts [P] with their other columns."""
-        rows = [next(self._rows) for _ in range(self._prompts)]
+        rows = [next(self._rows) for _ in range(self._num_prompts)]
         td = TensorDict(batch_size=[len(rows)])
         for name in rows[0]:
             td.set(name, _stacked([row[name] for row in rows]))
@@ -429,14 +429,14 @@ def _column(values: list[float]) -> Tensor:
 
 
 def _batch_size(batch_size: int | Sequence[int] | None, group_size: int) -> torch.Size:
-    """Return the batch size, [-1] for any; ValueError unless it is one dimension of groups."""
+    """Return the batch size, [-1] if None; ValueError unless it is (multiple of group_size,)."""
     if batch_size is None:
         return torch.Size([-1])
     size = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
     if len(size) != 1 or size[0] < 1 or size[0] % group_size:
         raise ValueError(
-            f"ChatEnv must have one batch dimension, a multiple of group_size={group_size}, got "
-            f"{tuple(size)}; flatten more dimensions"
+            f"expected batch_size=(B,) with B a multiple of group_size={group_size}, got "
+            f"{tuple(size)}"
         )
     return size
 
@@ -451,8 +451,8 @@ def endless(loader: Iterable[Any]) -> Iterator[dict[str, Any]]:
                 yield row
         if not count:
             raise ValueError(
-                "expected a dataloader that can be read again and has rows, got no row; a "
-                "generator is empty after one epoch"
+                "expected a dataloader that can be read again in each epoch, got no rows; pass a "
+                "list or a DataLoader, because a generator is empty after one epoch"
             )
 
 
@@ -470,7 +470,7 @@ def _rows(item: Any) -> list[dict[str, Any]]:
         return [dict(row) for row in item]
     raise TypeError(
         "expected rows as a TensorDict, a dict of columns or a list of dicts, got "
-        f"{type(item).__name__}; give a collate_fn that makes them"
+        f"{type(item).__name__}; pass a collate_fn that returns such rows"
     )
 
 

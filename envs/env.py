@@ -2,8 +2,8 @@
 
 `reset(td)` returns the first state; `step(td)` reads the action in td and writes the outcome
 (reward, done, the next state) under "next", so that the policy reads `td["next"]` in the next turn.
-A subclass implements `_reset`, `_step` and `_specs`, the specs of their inputs and outputs.
-Left out on purpose: auto-reset (LLMCollector replaces finished chats; trainer collects full chats).
+A subclass implements `_reset`, `_step` and `_specs` (the specs of inputs and outputs).
+Left out on purpose: auto-reset, because LLMCollector starts the next chats.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EnvBase:
     _collector: ref | None = None
 
     def reset(self, td: TensorDictBase | None = None) -> TensorDictBase:
-        """Return the first state; td may hold the data to start from."""
+        """Return the first state; td may hold data for it, such as prompts."""
         return self._reset(td)
 
     def step(self, td: TensorDictBase) -> TensorDictBase:
@@ -51,18 +51,18 @@ class EnvBase:
         auto_reset: bool = True,
         break_when_any_done: bool = True,
     ) -> TensorDictBase:
-        """Reset, then act and step until an episode of the batch is done; a lazy stack [B, T].
+        """Act and step until an episode of the batch is done; return a lazy stack [B, N].
 
-        Without a policy `rand_action` acts. `tensordict` is the input of reset; with
+        The default policy is `rand_action`. `tensordict` is the input of reset; with
         auto_reset=False it is the first state. break_when_any_done=False is a ValueError.
         """
         if max_steps < 1 or not break_when_any_done:
             raise ValueError(
                 f"expected max_steps >= 1 and break_when_any_done=True, got {max_steps} and "
-                f"{break_when_any_done}; LLMCollector goes on with the next chats"
+                f"{break_when_any_done}; LLMCollector starts new chats in place of finished ones"
             )
         td: Any = self.reset(tensordict) if auto_reset else tensordict
-        state, steps = list(td.keys()), []
+        keys, steps = list(td.keys()), []
         while True:
             td = self.step(self.rand_action(td) if policy is None else policy(td))
             steps.append(list(td.unbind(0)))
@@ -70,7 +70,7 @@ class EnvBase:
             if len(steps) == max_steps or following.get("done").any():
                 return lazy_stack([lazy_stack(list(turns)) for turns in zip(*steps, strict=True)])
             before, td = td, td.empty()
-            for key in state:
+            for key in keys:
                 td.set(key, following.get(key) if key in following else before.get(key))
 
     @property
@@ -83,7 +83,7 @@ class EnvBase:
         return TransformedEnv(self, transform)
 
     def register_collector(self, collector: Any) -> None:
-        """Remember the collector of this environment by a weak reference."""
+        """Keep a weak reference to the collector of this environment."""
         self._collector = ref(collector)
 
     @property
@@ -108,7 +108,7 @@ class EnvBase:
     full_state_spec = property(lambda self: self.input_spec["full_state_spec"])
 
     def _specs(self) -> dict[str, Composite]:
-        """Return the specs of this environment by name; missing ones are empty."""
+        """Return the specs of this environment by name; a missing spec is empty."""
         return {}
 
     def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
@@ -123,9 +123,9 @@ def _declared(specs: dict[str, Composite], names: tuple[str, ...]) -> Composite:
 
 
 class TransformedEnv(EnvBase):
-    """Run `transform` on the outputs of `env` and its inverse on the inputs.
+    """Run `transform` on the outputs of `env` and the inverse transform on the inputs.
 
-    Missing attributes are read from `env`. Use a `Compose` for several transforms.
+    Attributes that this class lacks come from `env`. Use a `Compose` for several transforms.
     """
 
     def __init__(self, env: EnvBase, transform: Transform) -> None:
@@ -147,7 +147,7 @@ class TransformedEnv(EnvBase):
         return self
 
     def seen_through(self, transforms: list[Transform]) -> EnvBase:
-        """Return the inner environment with some of this one's transforms."""
+        """Return the inner environment with unmounted copies of `transforms`."""
         env = self.env
         for transform in transforms:
             env = TransformedEnv(env, transform.unmounted())
@@ -175,7 +175,7 @@ class TransformedEnv(EnvBase):
         return self.transform.transform_input_spec(self.env.input_spec.clone())
 
     def __getattr__(self, name: str) -> Any:
-        # Only public names: copy and pickle look up dunders before `env` is set.
+        # Only public names: copy and pickle look up private ones before `env` exists.
         if name.startswith("_") or name in ("env", "transform"):
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         return getattr(self.env, name)
@@ -196,8 +196,8 @@ def check_env_specs(
 ) -> None:
     """Reset and step once; a ValueError names the first key that does not fit its spec.
 
-    `policy` acts, by default `env.rand_action`; `data` is the input of reset, by default an
-    example of `full_state_spec` (None if that is empty).
+    The default of `policy` is `env.rand_action`. `data` is the input of reset, by default an
+    example of `full_state_spec` (None if the spec is empty).
     """
     out = env.output_spec
     state = env.full_state_spec
@@ -205,33 +205,33 @@ def check_env_specs(
         data = state.zero()
     td = env.reset(data)
     observed = out["full_observation_spec"]
-    # What transforms add (log-probs, rewards) may come with the first step.
+    # Entries that transforms add (log-probs, rewards) may be missing before the first step.
     base = env.base_env.full_observation_spec
     first = [key for key in observed if key in base or key in td]
-    known = Composite(shape=observed.shape).update(state)
+    declared = Composite(shape=observed.shape).update(state)
     for name in out:
-        known.update(out[name])
-    data_keys = [] if data is None else list(data.keys())  # they stay in the td
+        declared.update(out[name])
+    data_keys = [] if data is None else list(data.keys())  # copied to the outputs
     first_spec = Composite({key: observed[key] for key in first}, shape=observed.shape)
-    _compare("reset", td, first_spec, known, data_keys)
+    _compare("reset", td, first_spec, declared, data_keys)
     td = env.step(env.rand_action(td) if policy is None else policy(td))
-    written = Composite(shape=observed.shape)
+    step_spec = Composite(shape=observed.shape)
     for name in out:
-        written.update(out[name].clone())
-    _compare("step", td.get("next"), written, known, data_keys)
+        step_spec.update(out[name].clone())
+    _compare("step", td.get("next"), step_spec, declared, data_keys)
 
 
 def _compare(
-    where: str, td: TensorDictBase, spec: Composite, known: Composite, data_keys: list
+    where: str, td: TensorDictBase, spec: Composite, declared: Composite, data_keys: list
 ) -> None:
     if text := spec.explain(td):
         raise ValueError(f"{where} does not fit the specs of the environment: {text}")
-    if extra := _undeclared(td.exclude(*data_keys), known):
-        raise ValueError(f"{where} gives {'.'.join(extra)}, which no spec describes")
+    if extra := _undeclared(td.exclude(*data_keys), declared):
+        raise ValueError(f"{where} returns {'.'.join(extra)}, which no spec describes")
 
 
 def _undeclared(td: TensorDictBase, spec: Composite) -> tuple[str, ...]:
-    """Return the path of the first entry without a spec, down to fields of containers."""
+    """Return the path of the first entry without a spec; () if every entry has one."""
     for key in sorted(map(str, td.keys())):
         inner = spec.get(key)
         if inner is None:

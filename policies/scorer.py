@@ -1,8 +1,8 @@
 """The scorer: sequences in, aligned per-token log-probabilities out.
 
-Entry t of everything it returns is about token t given the tokens before it; entries outside `keep`
-are 0. This module is what `accelerator.prepare` wraps, so gradients only flow through its forward.
-Its forward makes a TokenDistribution of the kept tokens, whose logits never exist all at once.
+Entry t of each result belongs to token t, given the tokens before it; entries outside `keep` are 0.
+`accelerator.prepare` wraps the scorer, so a forward with gradients must be the scorer's forward.
+The forward uses a TokenDistribution of the kept tokens, which never holds all their logits at once.
 
 Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
@@ -17,40 +17,40 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from policies import attention as attention  # registered where a scorer is unpickled
-from policies import layout
+from policies import attention as attention  # a process that unpickles a scorer needs it
+from policies import layout as layouts
 from policies.padding import predicted
 from policies.token_distribution import Head, Scores, TokenDistribution, placed
 
 
 class Placement:
-    """Every rank holds every weight."""
+    """Placement of weights over ranks: here every rank holds every weight."""
 
-    gathered = True  # whether the weights are whole now
-    device: torch.device | None = None  # of forwards, where it is not that of the weights
+    gathered = True  # whether this rank holds full weights now
+    device: torch.device | None = None  # device of forwards; None: the device of the weights
 
     def copy(self, module: nn.Module, shared: dict[int, Any] | None = None) -> nn.Module:
-        """Return a copy of a module; it shares the weights in `shared` (by id)."""
+        """Return a copy of a module, which shares the weights in `shared` (id -> weight)."""
         return copy.deepcopy(module, shared or {})
 
     def gather(self) -> AbstractContextManager[None]:
-        """Hold whole weights inside, for forwards that this rank takes on its own."""
+        """Hold full weights inside the block, so that each rank may run its own forwards."""
         return nullcontext()
 
     def plain(self, *, fill: bool = True, keep: bool = False) -> AbstractContextManager[None]:
-        """Have plain weights inside, on all ranks: to save where `fill`, or load and `keep`."""
+        """Hold full tensors inside the block; `fill`: with values; `keep`: store changed values."""
         return nullcontext()
 
     def forwards(self, count: int) -> AbstractContextManager[int]:
-        """Return how many forwards are to be taken inside by a rank that needs `count`."""
+        """Return the number of forwards to run inside the block, for a rank that needs `count`."""
         return nullcontext(count)
 
     def scatter(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return what this rank holds of a whole tensor that belongs to a weight."""
+        """Return this rank's part of a full tensor in the shape of the weight `like`."""
         return tensor.to(like.device)
 
     def master(self, name: str, weight: Tensor) -> dict[str, Tensor]:
-        """Return {"master": ...} of a weight that is saved rounder than it is trained."""
+        """Return {"master": weight} if a checkpoint stores the weight in a lower precision."""
         return {}
 
 
@@ -58,15 +58,15 @@ LOCAL = Placement()
 
 
 def placement_of(part: Any) -> Placement:
-    """Return where the weights of a policy are; an engine has its own, all of them."""
+    """Return the placement of a policy's weights; an engine holds full weights."""
     return getattr(getattr(part, "scorer", None), "placement", LOCAL)
 
 
 class Scorer(nn.Module):
     """Score sequences with a causal language model.
 
-    `share_prompts` lets a forward hold the prompt of a group once (see policies/layout.py);
-    `autocast` is the dtype of the matrix products, None for that of the weights.
+    With `share_prompts` a forward has the prompt of a group once (see policies/layout.py).
+    `autocast` is the dtype of the matrix products; None: the dtype of the weights.
     """
 
     placement: Placement = LOCAL
@@ -76,13 +76,13 @@ class Scorer(nn.Module):
     ) -> None:
         super().__init__()
         if not hasattr(model, "config"):
-            wanted = "expected a causal language model of transformers, with a config"
             raise ValueError(
-                f"{wanted}, got {type(model).__name__}; derive it from PreTrainedModel"
+                "expected a causal language model of transformers, with a config, got "
+                f"{type(model).__name__}; derive the class from PreTrainedModel"
             )
         self.model, self.autocast = model, autocast
-        self.critic: Critic | None = None  # gives values from the same forward
-        self.share_prompts = share_prompts and layout.takes_masks(model.config)
+        self.critic: Critic | None = None  # computes values in the same forward
+        self.share_prompts = share_prompts and layouts.takes_masks(model.config)
 
     def forward(
         self,
@@ -100,56 +100,55 @@ class Scorer(nn.Module):
         """Return log p(token t | tokens < t) at temperature-scaled logits.
 
         tokens [B, T] int64 padded on any side, attention_mask [B, T] bool, keep [B, T] bool
-        (default: every attended token), temperature a number or [B], group_id [B] marks rows of
-        one prompt. The first attended token reads 0. `entropy` has a gradient with `learn_entropy`
-        only. With `reference`, also the exact KL to it. `pack` lays out rows without padding.
+        (default: every attended token), temperature a number or [B], group_id [B] equal for rows
+        of one prompt. The first attended token has 0. `entropy` has a gradient only with
+        `learn_entropy`. `reference` adds the exact KL. `pack` puts several rows into one.
         """
         keep = predicted(attention_mask, keep)
         if not keep.any():
-            return self._nothing(tokens, entropy, reference is not None)
-        lay = self._lay(tokens, attention_mask, keep, group_id, pack)
-        mine, theirs = self._dist(lay, keep, temperature), None
-        value = self.critic(lay, mine.states) if self.critic is not None else None  # [K]
+            return self._zeros(tokens, entropy, reference is not None)
+        layout = self._layout(tokens, attention_mask, keep, group_id, pack)
+        dist, ref_dist = self._dist(layout, keep, temperature), None
+        value = self.critic(layout, dist.states) if self.critic is not None else None  # [K]
         if reference is not None:
             with torch.no_grad():
                 if reference.share_prompts != self.share_prompts:
-                    lay = reference._lay(tokens, attention_mask, keep, group_id)
-                theirs = reference._dist(lay, keep, temperature)
-        scores = mine.scores(tokens, entropy=entropy, learn=learn_entropy, reference=theirs)
+                    layout = reference._layout(tokens, attention_mask, keep, group_id)
+                ref_dist = reference._dist(layout, keep, temperature)
+        scores = dist.scores(tokens, entropy=entropy, learn=learn_entropy, reference=ref_dist)
         return scores if value is None else replace(scores, values=placed(value, keep))
 
-    def _dist(self, lay: layout.Layout, keep: Tensor, temperature: Tensor | float):
-        return TokenDistribution(self.head(), self.hidden(lay), keep, temperature=temperature)
+    def _dist(self, layout: layouts.Layout, keep: Tensor, temperature: Tensor | float):
+        return TokenDistribution(self.head(), self.hidden(layout), keep, temperature=temperature)
 
     def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, *, group_id=None) -> Tensor:
-        """Return the values alone, [B, T], as `forward` does: without logits."""
+        """Return the same values [B, T] as `forward`, without computing logits."""
         assert self.critic is not None
         keep = predicted(attention, keep)
         if not keep.any():
             return torch.zeros(keep.shape, device=keep.device)
-        lay = self._lay(tokens, attention, keep, group_id)
-        states = self.hidden(lay) if self.critic.body is None else None
-        return placed(self.critic(lay, states), keep)
+        layout = self._layout(tokens, attention, keep, group_id)
+        states = self.hidden(layout) if self.critic.body is None else None
+        return placed(self.critic(layout, states), keep)
 
     def logits(self, tokens: Tensor, attention_mask: Tensor, *, pack: bool = False) -> Tensor:
-        """Return aligned logits [B, T, V]: entry t predicts token t; unpredicted entries are 0."""
+        """Return aligned logits [B, T, V]: entry t predicts token t; other entries are 0."""
         keep = predicted(attention_mask)
-        lay = self._lay(tokens, attention_mask, keep, None, pack)
-        out = self.head()(self.hidden(lay))  # [K, V]
+        layout = self._layout(tokens, attention_mask, keep, None, pack)
+        out = self.head()(self.hidden(layout))  # [K, V]
         index = keep.unsqueeze(-1).expand(*keep.shape, out.shape[-1])
-        full = out.new_zeros(index.shape)
-        return full.masked_scatter(index, out)
+        return out.new_zeros(index.shape).masked_scatter(index, out)
 
-    def hidden(self, lay: layout.Layout) -> Tensor:
+    def hidden(self, layout: layouts.Layout) -> Tensor:
         """Return the states that predict the kept tokens, [K, H]."""
         with self.precision():
             out = self.model.base_model(
-                input_ids=lay.input_ids,
-                attention_mask=lay.attention_mask,
-                position_ids=lay.position_ids,
+                input_ids=layout.input_ids,
+                attention_mask=layout.attention_mask,
+                position_ids=layout.position_ids,
                 use_cache=False,
             ).last_hidden_state  # [R, L, H]
-        return out.flatten(0, 1)[lay.source]
+        return out.flatten(0, 1)[layout.source]
 
     def head(self) -> Head:
         """Return the function from hidden states to logits."""
@@ -161,39 +160,40 @@ class Scorer(nn.Module):
         """Return the autocast context that sampling and scoring share."""
         device = self.placement.device or next(self.model.parameters()).device
         on = self.autocast is not None
-        cached = self.placement.gathered  # else copies outlive their layer
+        cached = self.placement.gathered  # a cache would keep a copy of every sharded weight
         return torch.autocast(device.type, self.autocast, enabled=on, cache_enabled=cached)
 
-    def _lay(self, tokens, attention, keep, group_id, pack: bool = False) -> layout.Layout:
-        most = max_positions(self.model)
-        if most is not None and tokens.shape[1] > most:  # the width first: it costs no transfer
+    def _layout(self, tokens, attention, keep, group_id, pack: bool = False) -> layouts.Layout:
+        limit = max_positions(self.model)
+        if limit is not None and tokens.shape[1] > limit:  # without a wait for the device
             longest = int(attention.sum(-1).max())
-            if longest > most:
+            if longest > limit:
                 raise ValueError(
-                    f"a row has {longest} tokens, the model's max_position_embeddings is {most}; "
+                    f"a row has {longest} tokens, the model's max_position_embeddings is {limit}; "
                     "drop the row or lower policy.max_new_tokens"
                 )
         if not pack:
-            return layout.choose(tokens, attention, keep, group_id if self.share_prompts else None)
+            group_id = group_id if self.share_prompts else None
+            return layouts.choose(tokens, attention, keep, group_id)
         self.check_packing()
-        return layout.packed(tokens, attention, keep)
+        return layouts.packed(tokens, attention, keep)
 
     def check_packing(self) -> None:
-        """Raise where packed sequences could not be kept apart."""
-        if not layout.takes_masks(self.model.config):
+        """Raise ValueError if packed sequences would attend to each other."""
+        if not layouts.takes_masks(self.model.config):
             kind = type(self.model).__name__
             raise ValueError(f"{kind} cannot score packed sequences; use pad_model_input=True")
 
-    def _nothing(self, tokens: Tensor, entropy: bool, full: bool) -> Scores:
-        """Return zeros that touch every parameter, so that ranks without rows keep in step."""
+    def _zeros(self, tokens: Tensor, entropy: bool, full: bool) -> Scores:
+        """Return zeros that give each parameter a gradient of 0: DDP needs one on every rank."""
         anchor = sum(p.flatten()[0].float() * 0 for p in self.parameters() if p.requires_grad)
         zeros = torch.zeros(tokens.shape, device=tokens.device) + anchor
-        spread, values = zeros.detach() if entropy else None, zeros if self.critic else None
-        return Scores(zeros, spread, zeros if full else None, values)
+        entropies, values = zeros.detach() if entropy else None, zeros if self.critic else None
+        return Scores(zeros, entropies, zeros if full else None, values)
 
 
 def max_positions(model: nn.Module) -> int | None:
-    """Return the most tokens a sequence may have, or None where the model does not say."""
+    """Return the maximal length of a sequence, or None if the model has no such limit."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(config, "max_position_embeddings", None)
@@ -210,23 +210,23 @@ def score_in_parts(
     temperature: Tensor | float | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return the log-probs [B, T] of forwards of at most `limit` padded tokens; None = one.
+    """Return log-probs [B, T], computed in parts of at most `limit` padded tokens; None: no limit.
 
-    `score` is a scorer, or its `values`, which are then returned; `options` go to it.
+    `score`: a scorer, or its method `values`, for values instead; `options`: more arguments.
     """
     parts = [list(range(len(tokens)))]
     if limit is not None:
-        parts = layout.pack_rows(attention, limit, group_id=group_id)
+        parts = layouts.pack_rows(attention, limit, group_id=group_id)
     inputs: tuple[Any, ...] = (tokens, attention, keep, group_id, temperature)
     done = []
     placement: Placement = getattr(getattr(score, "__self__", score), "placement", LOCAL)
     with placement.forwards(len(parts)) as count:
         for rows in parts + [[]] * (count - len(parts)):
             index = torch.tensor(rows, dtype=torch.int64, device=tokens.device)
-            ids, mask, part_keep, group, scale = (
+            ids, mask, part_keep, group, part_temperature = (
                 x[index] if getattr(x, "ndim", 0) else x for x in inputs
             )
-            options |= {} if scale is None else {"temperature": scale}
+            options |= {} if part_temperature is None else {"temperature": part_temperature}
             part = score(ids, mask, part_keep, group_id=group, **options)
             done.append(part if isinstance(part, Tensor) else part.log_probs)
     order = torch.tensor([row for rows in parts for row in rows], device=tokens.device)
@@ -234,11 +234,11 @@ def score_in_parts(
 
 
 class Critic(nn.Module):
-    """A linear layer on hidden states; it starts at 0.
+    """A linear layer on hidden states; its weights start at 0.
 
-    kind="head": on those of the policy, in the same forward; `detach` keeps its gradient out of
-    them. kind="separate": on those of a copy of the policy's body, which is trained too.
-    `lr_scale` multiplies its learning rate; for the first `warmup` iterations it trains alone.
+    kind="head" uses the hidden states of the policy; `detach` stops the critic's gradient there.
+    kind="separate" uses the hidden states of a copy of the policy's body; the copy is trained too.
+    `lr_scale`: factor of the learning rate; the first `warmup` iterations train only the critic.
     """
 
     def __init__(
@@ -252,11 +252,11 @@ class Critic(nn.Module):
     ) -> None:
         super().__init__()
         if kind == "separate" and detach:
-            raise ValueError("a separate critic has a body to train: expected detach=False")
+            raise ValueError("a separate critic trains its body: expected detach=False, got True")
         body: Any = scorer.model.base_model
         self.body = None
         if kind == "separate":
-            # Weights that LoRA has frozen are not trained here either: no second copy of them.
+            # The copy shares frozen weights (LoRA) with the policy.
             frozen = {id(p): p for p in body.parameters() if not p.requires_grad}
             self.body = Scorer(scorer.placement.copy(body, frozen), autocast=scorer.autocast)
         self.detach, self.lr_scale, self.warmup = detach, lr_scale, warmup
@@ -267,20 +267,20 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, lay: layout.Layout, states: Tensor | None) -> Tensor:
-        """Return the values [K] of the kept tokens; states [K, H] are the policy's."""
+    def forward(self, layout: layouts.Layout, states: Tensor | None) -> Tensor:
+        """Return the values [K] of the kept tokens; states [K, H]: the policy's."""
         if self.body is not None:
-            states = self.body.hidden(lay)
+            states = self.body.hidden(layout)
         assert states is not None
         states = states.detach() if self.detach else states
         return self.head(states.to(self.head.weight.dtype)).squeeze(-1).float()
 
 
 class ValueNetwork(nn.Module):
-    """Write "state_value" [B, T], what a policy's critic expects before each token.
+    """Write "state_value" [B, T]: the critic's value before each token.
 
-    `critic`: arguments of `Critic`, for a policy that has none yet. It reads tokens.full and
-    masks.all_attention_mask, and of the tokens those in "loss_mask" (default: every one).
+    `critic`: arguments of a new `Critic`, if the policy has none. Reads tokens.full,
+    masks.all_attention_mask and "loss_mask", the tokens with a value (default: all).
 
     >>> from tensordict import TensorDict
     >>> from policies.load import load_policy

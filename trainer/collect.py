@@ -1,4 +1,4 @@
-"""Play chats to their end and return one right-padded row [B, T] per trajectory.
+"""Run chats to their end and return one right-padded row [B, T] per trajectory.
 
 A row holds the exact ids of all turns. Sampled tokens have log-probs and are in the response mask;
 a turn's task reward is at its last sampled token. Dropped groups have no reward and no loss.
@@ -20,13 +20,13 @@ RESPONSE = ("masks", "all_response_mask")
 
 
 class Trajectories:
-    """Hold the growing chats: tensors [B, T], right-padded with 0, and flags and sums [B].
+    """Growing chats: token fields [B, T], right-padded with 0; flags and reward sums [B].
 
-    `first` is the policy's output of the first turn; its prompts start the rows.
+    `first` is the policy's output of the first turn. A row starts with the prompt in `first`.
     """
 
     def __init__(self, first: TensorDictBase) -> None:
-        prompt = first.get(("masks", "all_attention_mask")) & ~first.get(RESPONSE)  # [B, P]
+        prompt = first.get(("masks", "all_attention_mask")) & ~first.get(RESPONSE)  # [B, T]
         size, device = len(prompt), prompt.device
         self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
         kinds = {"ids": torch.int64, "assistant": torch.bool, "response": torch.bool}
@@ -36,48 +36,48 @@ class Trajectories:
         }
         self.flags = {name: torch.zeros(size, dtype=torch.bool) for name in FLAGS}
         self.errors = torch.zeros(size, dtype=torch.float64)
-        self.parts: dict[str, Tensor] = {}  # name -> [B] float64, NaN where a part never applied
+        self.parts: dict[str, Tensor] = {}  # name -> [B] float64, NaN if the part never applied
         self.version = first.get("policy_version")
         self.prompts = _last_contents(first, "prompt")
         self.systems = _system_contents(first)
         self.texts: list[list[str]] = [[] for _ in range(size)]
-        ids, marks = first.get(("tokens", "full")), first.get(("masks", "all_assistant_mask"))
-        self.append(torch.arange(size, device=device), prompt, ids=ids, assistant=marks)
+        ids, assistant = first.get(("tokens", "full")), first.get(("masks", "all_assistant_mask"))
+        self.append(torch.arange(size, device=device), prompt, ids=ids, assistant=assistant)
 
     def append(self, rows: Tensor, mask: Tensor, **values: Tensor) -> None:
-        """Append the masked entries of `values` [A, n] to rows [A]; other fields get 0."""
-        place = (self.lengths[rows].unsqueeze(-1) + positions(mask))[mask]
-        owner = rows.unsqueeze(-1).expand_as(mask)[mask]
+        """Append the masked entries of `values` [A, n] to A rows; fields without values get 0."""
+        column = (self.lengths[rows].unsqueeze(-1) + positions(mask))[mask]
+        row = rows.unsqueeze(-1).expand_as(mask)[mask]
         self.lengths[rows] += mask.sum(-1)
         width = int(self.lengths.max())
         for name, before in self.tokens.items():
             after = widen(before, width)
             if name in values:
-                after[owner, place] = values[name][mask]
+                after[row, column] = values[name][mask]
             self.tokens[name] = after
 
     def record(self, rows: Tensor, td: TensorDictBase) -> None:
-        """Add one turn of rows [A]: the reply with its log-probs, reward and flags."""
+        """Add one turn of the A unfinished rows: reply, log-probs, reward and flags."""
         sampled, log_probs = td.get(RESPONSE), td.get(("log_probs", "full"))
-        ids, following, alive = td.get(("tokens", "full")), td.get("next"), rows.cpu()
-        marks = {"assistant": sampled, "response": sampled}
-        self.append(rows, sampled, ids=ids, log_probs=log_probs, **marks)
+        ids, following, cpu_rows = td.get(("tokens", "full")), td.get("next"), rows.cpu()
+        masks = {"assistant": sampled, "response": sampled}
+        self.append(rows, sampled, ids=ids, log_probs=log_probs, **masks)
         reward = following.get("reward").squeeze(-1).to(log_probs)
         self.tokens["reward"][rows, self.lengths[rows] - 1] = reward
-        self.errors[alive] += following.get("reward_errors").squeeze(-1).cpu()
+        self.errors[cpu_rows] += following.get("reward_errors").squeeze(-1).cpu()
         for name, flags in self.flags.items():
             now = following.get(name).squeeze(-1).cpu()
-            flags[alive] = flags[alive] | now if name == "dropped" else now
+            flags[cpu_rows] = (flags[cpu_rows] | now) if name == "dropped" else now
         for name, value in following.get("reward_part", TensorDict()).items():
             total = self.parts.setdefault(name, torch.full_like(self.errors, torch.nan))
-            total[alive] = _sum(total[alive], value.squeeze(-1).cpu().double())
-        for row, text in zip(alive.tolist(), _last_contents(td, "response"), strict=True):
+            total[cpu_rows] = _sum(total[cpu_rows], value.squeeze(-1).cpu().double())
+        for row, text in zip(cpu_rows.tolist(), _last_contents(td, "response"), strict=True):
             self.texts[row].append(text)
 
     def extend(self, rows: Tensor, td: TensorDictBase, policy: Generator) -> None:
-        """Append the template's tokens between a reply and the next generation prompt.
+        """Append the tokens after a reply: the env's messages and the next generation prompt.
 
-        td holds the last turns [A] of these rows.
+        td [A] is the last turn of the A unfinished rows.
         """
         before = td.get(("history", "full")).chats()
         after = td.get(("next", "history", "prompt")).chats()
@@ -85,13 +85,13 @@ class Trajectories:
         unanswered = any(len(a) == len(b) for b, a in zip(before, after, strict=True))
         if "step_count" not in td.get("next") and unanswered:  # the chat would never end
             raise ValueError(
-                "expected an env that ends a chat or answers it, got one that does neither; give "
-                "ChatEnv a task or max_turns=1, or append StepCounter(max_steps=...)"
+                "expected an env that ends a chat or adds a message, got a chat without either; "
+                "give ChatEnv a task or max_turns=1, or append StepCounter(max_steps=...)"
             )
         new = [tokens_between(policy, *turn) for turn in zip(last, before, after, strict=True)]
-        ids, marks = (pad(column).to(rows.device) for column in zip(*new, strict=True))
+        ids, assistant = (pad(column).to(rows.device) for column in zip(*new, strict=True))
         mask = pad_mask([len(row) for row, _ in new], device=rows.device)
-        self.append(rows, mask, ids=ids, assistant=marks)
+        self.append(rows, mask, ids=ids, assistant=assistant)
 
     @property
     def attention(self) -> Tensor:
@@ -135,39 +135,39 @@ def collect(
 ) -> TensorDict:
     """Return the trajectories of all samples of `prompts` [P] as one batch [B, T].
 
-    Keys: trainer/batch.py. `policy_version` is that of a row's first turn. With `learn`, ValueError
-    for a policy that narrows its distribution (top_p, ...), which training cannot score.
+    Keys: trainer/batch.py. `policy_version` is the version that sampled a row's first turn. With
+    `learn`, a policy with top_p or similar is a ValueError: training cannot score its samples.
     """
     policy = as_generator(
         policy, learn=learn, pad_output=True, return_log_probs=True, text_key=None
     )
     td = env.reset(prompts)
-    group_id, state = td.get("group_id"), list(td.keys())
-    rows = td.get("row").tolist() if "row" in state else [{}] * len(group_id)
-    answers = ["" if (right := row.get("answer")) is None else str(right) for row in rows]
+    group_id, keys = td.get("group_id"), list(td.keys())
+    data = td.get("row").tolist() if "row" in keys else [{}] * len(group_id)
+    answers = ["" if (answer := row.get("answer")) is None else str(answer) for row in data]
     td = policy(td)
-    done = Trajectories(td)
-    rows = torch.arange(td.batch_size[0], device=done.lengths.device)  # unfinished
+    chats = Trajectories(td)
+    rows = torch.arange(td.batch_size[0], device=chats.lengths.device)  # [A] unfinished
     while True:
         td = env.step(td)
-        done.record(rows, td)
-        going = (~td.get(("next", "done"))).squeeze(-1)
-        if not going.any():
-            batch = done.batch(group_id, policy)
+        chats.record(rows, td)
+        unfinished = (~td.get(("next", "done"))).squeeze(-1)
+        if not unfinished.any():
+            batch = chats.batch(group_id, policy)
             return batch.set("answer", NonTensorStack(*answers))
-        rows, td = rows[going.to(rows.device)], td[going]
-        done.extend(rows, td, policy)
-        td = _with_ids(next_state(td, state), done.tokens["ids"][rows], done.attention[rows])
+        rows, td = rows[unfinished.to(rows.device)], td[unfinished]
+        chats.extend(rows, td, policy)
+        td = _with_ids(next_state(td, keys), chats.tokens["ids"][rows], chats.attention[rows])
         td = policy(td)
 
 
 def as_generator(
     policy: Any, *, input_mode: str = "history", learn: bool = True, **options: Any
 ) -> Any:
-    """Return the policy, or a version of it with these output options and inplace=True.
+    """Return the policy with these output options and inplace=True, as a new version if needed.
 
-    ValueError unless it generates one reply per prompt in this mode and, with `learn`, samples the
-    full distribution.
+    ValueError unless the policy generates one reply per prompt in this mode and, with `learn`,
+    samples from the full distribution.
     """
     options["inplace"] = True
     if policy.num_samples is not None or policy.input_mode != input_mode or not policy.generate:
@@ -177,7 +177,7 @@ def as_generator(
         )
     if learn and (narrowing := policy.limits.unscored()):
         raise ValueError(
-            f"training expects replies of the whole distribution, got {narrowing}; drop them"
+            f"training expects samples of the full distribution, got {narrowing}; remove these keys"
         )
     if all(getattr(policy, name) == value for name, value in options.items()):
         return policy
@@ -185,7 +185,7 @@ def as_generator(
 
 
 def next_state(td: TensorDictBase, state: list[str]) -> TensorDictBase:
-    """Return the state keys of the next turn, from "next" or else from td."""
+    """Return the keys `state` of the next turn: from "next", and from td if "next" lacks a key."""
     following = td.get("next")
     out = td.empty()
     for key in state:
@@ -196,21 +196,21 @@ def next_state(td: TensorDictBase, state: list[str]) -> TensorDictBase:
 def tokens_between(
     policy: Any, last: int, before: list[dict], after: list[dict]
 ) -> tuple[Tensor, Tensor]:
-    """Return the ids [n] between a reply and the next one, and their assistant mask [n].
+    """Return the ids [n] between two replies of a chat, and their assistant mask [n].
 
-    `last` is the reply's last id; `before` and `after` are the messages around the env's step.
+    `last`: last id of the first reply; `before`, `after`: messages before and after the env's step.
     """
     if after[: len(before)] != before:
-        raise ValueError("a transform edited the sampled turns; let it add a message instead")
+        raise ValueError("a transform edited earlier messages; transforms may only add messages")
     ids = torch.tensor(policy.renderer.extend([last], before, after[len(before) :])[1:])
-    marks = torch.zeros(len(ids), dtype=torch.bool)
-    # The template closes a reply cut by the token limit: that end of turn is the assistant's.
-    marks[0] = int(ids[0]) in policy.stop_ids
-    return ids, marks
+    assistant = torch.zeros(len(ids), dtype=torch.bool)
+    # If the token limit cut the reply, the first id is the end of the assistant's turn.
+    assistant[0] = int(ids[0]) in policy.stop_ids
+    return ids, assistant
 
 
 def _with_ids(td: TensorDictBase, ids: Tensor, attention: Tensor) -> TensorDictBase:
-    """Set the exact ids [A, T], padded left, as the prompt of the next turn."""
+    """Set the ids so far [A, T], left-padded, as the prompt of the next turn."""
     prompt = compact(ids, attention, side="left")
     td.set("tokens", Tokens(prompt=prompt, padded=True, batch_size=[len(ids)]))
     return td.set("attention_mask", compact(attention, attention, side="left"))
@@ -229,14 +229,14 @@ def _system_contents(td: TensorDictBase) -> list[str]:
 
 
 def _sum(before: Tensor, value: Tensor) -> Tensor:
-    """Return the sum, ignoring NaN: the part of a reward that does not apply."""
+    """Return the sum; NaN (the reward part does not apply) counts as 0 unless both are NaN."""
     both = torch.where(before.isnan(), value, before + value)
     return torch.where(value.isnan(), before, both)
 
 
 def _without_dropped(batch: TensorDict) -> TensorDict:
     """Remove groups with a dropped reply from the loss mask and the rewards."""
-    lost = torch.isin(batch.get("group_id"), batch.get("group_id")[batch.get("dropped")])  # [B]
-    batch.set("dropped", lost)
-    batch.set("loss_mask", batch.get("loss_mask") & ~lost.unsqueeze(-1))
-    return batch.set("reward_raw", batch.get("reward_raw").masked_fill(lost.unsqueeze(-1), 0.0))
+    drop = torch.isin(batch.get("group_id"), batch.get("group_id")[batch.get("dropped")])  # [B]
+    batch.set("dropped", drop)
+    batch.set("loss_mask", batch.get("loss_mask") & ~drop.unsqueeze(-1))
+    return batch.set("reward_raw", batch.get("reward_raw").masked_fill(drop.unsqueeze(-1), 0.0))
