@@ -18,16 +18,16 @@ from trainer.early_stopping import EarlyStopping
 
 # Keys of env that a task may take.
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split", "match")
-ENGINE = ("engine", "vllm")  # keys of policy for its generator
-Section = Mapping[str, Any]  # of a configuration
+ENGINE = ("engine", "vllm")  # keys of policy for make_generator
+Section = Mapping[str, Any]  # a part of the configuration
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def find_target(target: str) -> Any:
-    """Import the object of a `_target_`; ValueError if its module lacks the name."""
+    """Import the object that a `_target_` names; ValueError if its module lacks the name."""
     module, _, name = target.rpartition(".")
     try:
-        home = import_module(module)
+        loaded = import_module(module)
     except ModuleNotFoundError as error:
         missing, cwd = error.name or "", os.getcwd()
         if missing == module.partition(".")[0]:
@@ -38,17 +38,17 @@ def find_target(target: str) -> Any:
             if ours.is_dir() and (local.is_dir() or local.with_suffix(".py").is_file()):
                 error.msg += f": {ours.name} is {ours}, not {local.parent}; rename your folder"
         raise
-    if not hasattr(home, name):
-        names = getattr(home, "__all__", [n for n in vars(home) if not n.startswith("_")])
+    if not hasattr(loaded, name):
+        names = getattr(loaded, "__all__", [n for n in vars(loaded) if not n.startswith("_")])
         close = difflib.get_close_matches(name, names, n=1)
         raise ValueError(f"{module} has no {name}{f'; did you mean {close[0]}?' if close else ''}")
-    return getattr(home, name)
+    return getattr(loaded, name)
 
 
 def arguments_of(thing: Any) -> tuple[list[str], bool]:
-    """Return the named arguments of a class or function, and whether it takes any others.
+    """Return the argument names of a class or function, and whether it takes any other name.
 
-    A class with **kwargs also has the arguments of its bases.
+    A class with **kwargs also takes the arguments of its base classes.
     """
     parameters = [*inspect.signature(thing).parameters.values()]
     is_open, mro = any(p.kind is p.VAR_KEYWORD for p in parameters), getattr(thing, "__mro__", ())
@@ -59,10 +59,10 @@ def arguments_of(thing: Any) -> tuple[list[str], bool]:
 
 
 def build(node: Section, *sections: Section, **parts: Any) -> Any:
-    """Build the object of a node's _target_.
+    """Build the object that a node's _target_ names.
 
-    The target gets the keys of its node, and the entries of `parts` and `sections` that its
-    signature names, e.g. algorithm.clip_low. ValueError for an argument that it does not take.
+    The arguments are the keys of the node, and the entries of `sections` and `parts` that are in
+    the signature (with **kwargs: all `parts`). ValueError if the target does not take a node's key.
     """
     node = _plain(node)
     thing = find_target(node["_target_"])
@@ -72,7 +72,7 @@ def build(node: Section, *sections: Section, **parts: Any) -> Any:
     if not takes_any:
         parts = {name: part for name, part in parts.items() if name in known}
     try:
-        return instantiate(node, _partial_=True)(**parts)  # Hydra would take a dataclass for a node
+        return instantiate(node, _partial_=True)(**parts)  # Hydra would convert dataclasses
     except (InstantiationException, TypeError) as error:
         cause = error.__cause__ or error
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
@@ -89,16 +89,16 @@ def _plain(value: Any) -> Any:
 
 
 def keys_for(function: Callable[..., Any], *sections: Section) -> dict[str, Any]:
-    """Return the keys of `sections` that are keyword-only arguments of a function."""
+    """Return the entries of `sections` that are keyword-only arguments of a function."""
     parameters = inspect.signature(function).parameters.values()
     names = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
     return {name: section[name] for section in sections for name in section if name in names}
 
 
 def make_task(env: Section) -> Any:
-    """Build the task of a resolved `env`, with the keys of DATA that it takes.
+    """Build the task of a resolved `env`, with the keys of DATA that the task takes.
 
-    With `rewards` it is an `envs.rewards.Rewarded`.
+    If `env` has `rewards`, the result is an `envs.rewards.Rewarded`.
     """
     task = build({"_convert_": "all", **env["task"]}, **data_arguments(env))
     if not (rewards := env.get("rewards")):
@@ -113,13 +113,13 @@ def make_task(env: Section) -> Any:
 
 
 def data_arguments(env: Section) -> dict[str, Any]:
-    """Return the keys of DATA that the task's constructor names and env.task lacks."""
+    """Return the keys of DATA that the task takes as arguments and that env.task does not set."""
     names, _ = arguments_of(find_target(env["task"]["_target_"]))
     return {key: env[key] for key in DATA if key in env and key in names and key not in env["task"]}
 
 
 def make_runtime(cfg: DictConfig, folder: Path) -> Any:
-    """Build the runtime of this rank, by launch.strategy."""
+    """Build the runtime of this rank; launch.strategy selects the class."""
     kinds = {"ddp": "trainer.Runtime", "fsdp2": "trainer.shards.ShardedRuntime"}
     kind = find_target(kinds[cfg.launch.strategy])
     return kind(folder, **keys_for(kind, cfg, cfg.policy, cfg.launch))
@@ -139,13 +139,13 @@ def make_generator(node: Section, policy: Any, folder: Path) -> Any:
 
 
 def make_transforms(cfg: DictConfig) -> dict[str, Any]:
-    """Build the transforms of `env`, by name."""
+    """Build the transforms of `env` and return them by name."""
     nodes = ((name, node) for name, node in cfg.env.transforms.items() if node is not None)
     return {name: build({"_convert_": "all", **node}) for name, node in nodes}
 
 
 def make_env(cfg: DictConfig, task: Any, policy: Any, transforms: Iterable[Any]) -> Any:
-    """Build the chat environment of a task, with transforms in their order."""
+    """Build the chat environment of a task and append the transforms."""
     sizes = {"group_size": cfg.algorithm.group_size, "max_turns": cfg.env.max_turns}
     env = find_target("envs.ChatEnv")(task, system_prompt=policy.system_prompt, **sizes)
     for transform in transforms:
@@ -157,36 +157,36 @@ def make_leash(cfg: DictConfig) -> Any:
     """Build the leash, which charges the KL, from `kl.*`; imports torch."""
     import trainer
 
-    steer, kl = trainer.make_kl_controller, cfg.kl
-    controller = steer(**keys_for(steer, kl), total=cfg.trainer.num_iterations)
+    make, kl = trainer.make_kl_controller, cfg.kl
+    controller = make(**keys_for(make, kl), total=cfg.trainer.num_iterations)
     return trainer.Leash(controller, kl.estimator, kl.where, allow_biased=kl.allow_biased)
 
 
 def make_verbs(cfg: DictConfig, **parts: Any) -> dict[str, Any]:
-    """Build the functions of algorithm.after_rollout, by name.
+    """Build the functions of algorithm.after_rollout and return them by name.
 
-    For another engine trainer.ImportanceSampling is prepended, unless it is among them or
-    `importance` is null.
+    If policy.engine is not transformers, trainer.ImportanceSampling comes first, unless
+    after_rollout contains ImportanceSampling or `importance: null`.
     """
     nodes = _plain(cfg.algorithm.after_rollout) or {}
-    fixed = any("ImportanceSampling" in (node or {}).get("_target_", "") for node in nodes.values())
-    if cfg.policy.engine != "transformers" and not fixed:
+    named = any("ImportanceSampling" in (node or {}).get("_target_", "") for node in nodes.values())
+    if cfg.policy.engine != "transformers" and not named:
         nodes = {"importance": {"_target_": "trainer.ImportanceSampling"}} | nodes
     return {name: build(node, cfg.trainer, **parts) for name, node in nodes.items() if node}
 
 
 def make_source(cfg: DictConfig, verbs: Iterable[Any], **parts: Any) -> Any:
-    """Build the source of batches; with trainer.overlap a training run samples ahead."""
+    """Build the source of batches; a training run with trainer.overlap > 0 samples ahead."""
     options = {"size": cfg.trainer.prompts_per_iteration, "after_rollout": [*verbs]}
     source = build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **options, **parts)
     if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
         return source
-    make, total = find_target("trainer.overlap.Overlap"), cfg.trainer.num_iterations
-    return make(source, parts["policy"], ahead=cfg.trainer.overlap, num_iterations=total)
+    overlap, total = find_target("trainer.overlap.Overlap"), cfg.trainer.num_iterations
+    return overlap(source, parts["policy"], ahead=cfg.trainer.overlap, num_iterations=total)
 
 
 def make_reference(cfg: DictConfig, policy: Any) -> Any:
-    """Build the reference, which scores in parts as large as those of the update."""
+    """Build the reference. Its micro-batches have the size of the update's micro-batches."""
     import policies
     import trainer
 
@@ -199,35 +199,35 @@ def make_reference(cfg: DictConfig, policy: Any) -> Any:
 
 
 def make_early_stopping(settings: Section) -> Any:
-    """Build the early stopping of trainer.stop_at and trainer.patience; None without both."""
+    """Build the early stopping; None if neither trainer.stop_at nor trainer.patience is set."""
     rules = {key: settings[key] for key in ("stop_at", "patience")}
     return EarlyStopping(**rules) if any(rules.values()) else None
 
 
 def make_observers(cfg: DictConfig, runtime: Any, more: Iterable[Any] = ()) -> Any:
-    """Build the observers of rank 0: `observers` first, then tracker, report and terminal."""
+    """Build the observers of rank 0: cfg.observers, `more`, then tracker, report and terminal."""
     import trainer
     from trainer.reports import diagnosis, display, live
 
     if not runtime.is_main:
         return trainer.Observer()
-    everyone = trainer.Observers()
-    at = {"runtime": runtime, "folder": runtime.folder}
-    everyone.each = [
-        *(build({"_convert_": "all", **node}, **at) for node in cfg.observers.values() if node),
+    observers = trainer.Observers()
+    parts = {"runtime": runtime, "folder": runtime.folder}
+    observers.each = [
+        *(build({"_convert_": "all", **node}, **parts) for node in cfg.observers.values() if node),
         *more,
         make_tracker(cfg, runtime.folder),
-        diagnosis.Diagnose(runtime, everyone),
+        diagnosis.Diagnose(runtime, observers),
         live.LiveReport(runtime.folder),
         display.show_run(runtime, cfg.trainer.num_iterations),
     ]
     if "ipykernel" in sys.modules:  # a notebook, see trainer.train
-        everyone.each.append(live.CellCurves(runtime.folder))
-    return everyone
+        observers.each.append(live.CellCurves(runtime.folder))
+    return observers
 
 
 def make_tracker(cfg: DictConfig, folder: Path) -> Any:
     """Build the tracker of a run folder."""
     options = {"folder": str(folder), "config": OmegaConf.to_container(cfg)}
-    node = {key: value for key, value in cfg.tracker.items() if key != "replies"}  # for the loop
+    node = {key: value for key, value in cfg.tracker.items() if key != "replies"}  # key of the loop
     return build(node, **options, resume=cfg.resume is not None)

@@ -1,9 +1,9 @@
-"""Load data sets from files, folders and the hub by `datasets` into tables with checked cells.
+"""Load data sets from files, folders and the hub into tables, and check their cells.
 
-A data set is a path (.jsonl, .json, .csv, each also with .gz, or .parquet; a pattern joins files),
-a folder of such files or a hub id, "openai/gsm8k:main" with a subset. An error names row, column,
-the expected and the actual value. Small data sets are lists; above `LARGE` bytes the rows stay in
-the memory-mapped cache of `datasets`. chat_rows.py turns tables into chats.
+A data set is a file (.parquet, .jsonl, .json or .csv; the last three also as .gz), a pattern for
+several files, a folder of files, or a hub id: "openai/gsm8k", or "openai/gsm8k:main" with a subset.
+An error names row, column, the expected and the actual value. Small data sets are lists; above
+`LARGE` bytes the rows stay on disk, in the cache of `datasets`. chat_rows.py turns rows into chats.
 """
 
 import csv
@@ -20,14 +20,14 @@ from typing import IO, Any
 Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name, name, either with a :subset
-LARGE = 32 << 20  # bytes of a data set; smaller ones stay in memory
-EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # any dot in a bare word, or .txt
-KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # the reader
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name or name; :subset is optional
+LARGE = 32 << 20  # bytes; larger data sets stay on disk
+EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # of paths: my.data, x/y.txt
+KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # loaders
 
 
 class LazyRows(Sequence[Any]):
-    """The results of `make` for each of `items`, computed on access.
+    """A sequence of rows: make(item) for each of `items`, computed on access.
 
     >>> LazyRows(str, range(3))[1:][0]
     '1'
@@ -37,7 +37,7 @@ class LazyRows(Sequence[Any]):
         self, make: Callable[[Any], Any], items: Sequence[Any], *, listed: bool = True
     ) -> None:
         self.make, self.items = make, items
-        self.listed = listed  # whether a check may read all rows before a run
+        self.listed = listed  # False: checks before a run do not read all rows
 
     def __len__(self) -> int:
         return len(self.items)
@@ -49,7 +49,7 @@ class LazyRows(Sequence[Any]):
 
 
 def map_rows(make: Callable[[Any], Any], items: Sequence[Any]) -> Sequence[Any]:
-    """Apply `make` to each item: a list for a list, else lazily."""
+    """Apply `make` to each item: now if `items` is a list, else on access."""
     return [make(item) for item in items] if isinstance(items, list) else LazyRows(make, items)
 
 
@@ -62,16 +62,16 @@ class Table:
     rows: Sequence[dict[str, Any]]
 
     def require(self, key: str, column: str, hint: str = "") -> str:
-        """Return the column that env.columns.<key> names; ValueError unless the table has it."""
+        """Return `column`, the value of env.columns.<key>; ValueError if the table lacks it."""
         if column not in self.columns:
             raise ValueError(
-                f"{self.name}: expected a column {column!r}, got {', '.join(self.columns)}; name "
-                f"the right one: env.columns.{key}=<column>{hint}"
+                f"{self.name}: expected a column {column!r}, got {', '.join(self.columns)}; set "
+                f"env.columns.{key}=<column>{hint}"
             )
         return column
 
     def each(self, read: Callable[[int], dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """Apply `read` to each index; every row is read once now, which checks it."""
+        """Apply `read` to each index. Rows on disk are checked now and read again on access."""
         indices = range(len(self.rows))
         if isinstance(self.rows, list):
             return [read(index) for index in indices]
@@ -80,19 +80,19 @@ class Table:
         return LazyRows(read, indices)
 
     def text(self, index: int, column: str) -> str:
-        """Return a cell that must be a nonempty text."""
+        """Return the text of a cell; ValueError if the cell is not a nonempty text."""
         value = self.rows[index].get(column)
         if not isinstance(value, str) or not value.strip():
             raise self.error(index, column, "a text", value)
         return value
 
     def messages(self, index: int, column: str) -> list[Message]:
-        """Return a cell that must be a chat: dicts with a known role and a text."""
+        """Return the chat of a cell; ValueError if the cell is not a list of messages."""
         value = self.rows[index].get(column)
         if not isinstance(value, list) or not value:
             raise self.error(index, column, "a list of messages", value)
-        for place, message in enumerate(value):
-            where = f"{column}[{place}]"
+        for i, message in enumerate(value):
+            where = f"{column}[{i}]"
             if not isinstance(message, Mapping):
                 raise self.error(index, where, "a dict with role and content", message)
             if message.get("role") not in ROLES:
@@ -102,7 +102,7 @@ class Table:
         return [{"role": m["role"], "content": m["content"]} for m in value]
 
     def turns(self, index: int, column: str, role: str) -> list[Message]:
-        """Return a cell that must be a text of `role`, or messages that end in one."""
+        """Return a cell as messages: a text gets `role`, a chat must end with `role`."""
         value = self.rows[index].get(column)
         if role == "assistant" and isinstance(value, (int, float)):  # an answer such as 42
             value = json.dumps(value)
@@ -120,13 +120,13 @@ class Table:
         """Return the error for a malformed cell."""
         return ValueError(
             f"{self.name}, row {index}, {column}: expected {expected}, got {got!r:.80} "
-            f"({type(got).__name__}); correct or remove the row, or name other columns by "
-            "env.columns.question, answer or messages"
+            f"({type(got).__name__}); correct or remove the row, or select another column "
+            "with env.columns.question, env.columns.answer or env.columns.messages"
         )
 
 
 def is_file(dataset: str) -> bool:
-    """Return whether a data set's name is a file, not a hub id or a folder.
+    """Return whether `dataset` names a file, existing or not, and not a hub id or a folder.
 
     >>> is_file("my.txt"), is_file("./rows"), is_file("org/v1.1"), is_file("org/name:part.a")
     (True, True, False, False)
@@ -134,14 +134,14 @@ def is_file(dataset: str) -> bool:
     path = Path(dataset).expanduser()
     if path.is_dir():
         return False
-    named = _kind(path) in KINDS or not HUB_ID.fullmatch(dataset)
-    return named or EXTENSION.search(dataset) is not None or path.is_file()
+    is_path = _kind(path) in KINDS or not HUB_ID.fullmatch(dataset)
+    return is_path or EXTENSION.search(dataset) is not None or path.is_file()
 
 
 def load_table(dataset: str, *, split: str = "train") -> Table:
-    """Load a data set; `split` applies to the hub and folders, a file is one split.
+    """Load a data set. `split` is a split of the hub or of a folder; a file is always loaded whole.
 
-    ValueError if it is missing or unreadable.
+    ValueError if the data set is missing, unreadable or empty.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "two.jsonl"
@@ -164,10 +164,10 @@ def load_table(dataset: str, *, split: str = "train") -> Table:
         else:
             data = datasets.load_dataset(name, name=subset or None, split=split)
     except failures as error:
-        reason = " ".join(str(error.__cause__ or error).split()) or "it is empty"
+        reason = " ".join(str(error.__cause__ or error).split()) or "no data"
         raise ValueError(
-            f"{dataset}{_broken_line(path)}: cannot be read: {reason:.300}; give a file "
-            f"({', '.join(KINDS)}), a folder or a hub id with env.dataset="
+            f"{dataset}{_broken_line(path)}: cannot be read: {reason:.300}; set "
+            f"env.dataset=<a file ({', '.join(KINDS)}), a folder or a hub id>"
         ) from None
     if not len(data):
         raise ValueError(f"{dataset}: expected at least one row, got an empty data set")
@@ -182,22 +182,22 @@ def _kind(path: Path) -> str:
 
 
 def _load_file(path: Path) -> Any:
-    """Load a file by `datasets`; the cells of a .csv stay texts."""
+    """Load a file with `datasets`; in a .csv, numbers stay texts."""
     import datasets
 
     if (kind := _kind(path)) not in KINDS:
-        raise ValueError(f"expected a file named {', '.join(KINDS)}, got {path.name}")
+        raise ValueError(f"expected the extension {', '.join(KINDS)}, got {path.name}")
     options: dict[str, Any] = {"keep_default_na": False} if kind == ".csv" else {}
     if kind == ".csv":
         with _open(path) as file:
             header = enumerate(next(csv.reader(file), []))
-        names = [name or f"Unnamed: {place}" for place, name in header]  # as pandas calls them
+        names = [name or f"Unnamed: {i}" for i, name in header]  # as in pandas
         options["features"] = datasets.Features({name: datasets.Value("string") for name in names})
     return datasets.load_dataset(KINDS[kind], data_files=str(path), split="train", **options)
 
 
 def _broken_line(path: Path) -> str:
-    """Return the first unreadable line of a .jsonl file; "" for other files."""
+    """Return ", line N" for the first unreadable line of a .jsonl file, else ""."""
     if _kind(path) != ".jsonl" or not path.is_file():
         return ""
     number = 0

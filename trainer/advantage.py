@@ -20,45 +20,45 @@ Scale = Callable[[Tensor, Tensor], Tensor]
 
 def mean_and_std(values: Tensor, runtime: Runtime | None) -> tuple[float, float]:
     """Return mean and unbiased standard deviation over the values of all ranks."""
-    add = runtime.all_reduce if runtime else torch.Tensor.clone
+    sum_ranks = runtime.all_reduce if runtime else torch.Tensor.clone
     values = in_float64(values)  # [K]
     size = torch.tensor(float(values.numel()), dtype=values.dtype, device=values.device)
-    count, total = add(torch.stack([size, values.sum()])).tolist()
+    count, total = sum_ranks(torch.stack([size, values.sum()])).tolist()
     mean = total / max(count, 1)
-    squares = float(add((values - mean).square().sum()))
+    squares = float(sum_ranks((values - mean).square().sum()))
     return mean, (squares / max(count - 1, 1)) ** 0.5
 
 
 def whiten(advantage: Tensor, mask: Tensor, runtime: Runtime | None) -> Tensor:
-    """Return (A - mean) / (unbiased std + 1e-4) over the kept tokens of all ranks, else 0."""
-    mean, std = mean_and_std(advantage[mask], runtime)  # over [K] kept tokens
+    """Return (A - mean) / (std + 1e-4) over the tokens of the mask on all ranks, 0 elsewhere."""
+    mean, std = mean_and_std(advantage[mask], runtime)  # over K tokens of the mask
     return (advantage - mean) / (std + STD_FLOOR) * mask  # [B, T]
 
 
 def beta_density(p: Tensor, mean: float, std: float) -> Tensor:
-    """Return f(p) of Beta(1 + a/3, 1 + b/3), at least 1e-6.
+    """Return the density of Beta(1 + a/3, 1 + b/3) at p, at least 1e-6.
 
-    Beta(a, b) has this mean and std (method of moments). If rewards are 0 or 1 with probability
-    p ~ Beta(a, b), dividing by this density minimises the variance of the gradient: BNPO (arXiv
-    2506.02864) theorem 1. As in the authors' code, no parameter is below 1; where p has no spread,
-    the density is 1.
+    Beta(a, b) is the distribution with `mean` and `std`. If a reward is 1 with probability
+    p ~ Beta(a, b), else 0, division by the density minimises the variance of the gradient: BNPO
+    (arXiv 2506.02864) theorem 1. As in the authors' code, both parameters of the density are at
+    least 1; if std is at most 0.001, the density is 1.
 
     >>> beta_density(torch.tensor([0.5]), mean=0.5, std=(0.25 / 7) ** 0.5)  # a = b = 3
     tensor([1.5000])
     """
-    both = mean * (1 - mean) / std**2 - 1 if std > 1e-3 else 0.0  # a + b
-    shapes = (torch.tensor(max(1 + both * share / 3, 1.0)).double() for share in (mean, 1 - mean))
+    total = mean * (1 - mean) / std**2 - 1 if std > 1e-3 else 0.0  # a + b
+    shapes = (torch.tensor(max(1 + total * part / 3, 1.0)).double() for part in (mean, 1 - mean))
     density = torch.distributions.Beta(*shapes, validate_args=False).log_prob(p.cpu().double())
-    return density.exp().clamp(min=1e-6).to(p)  # as p
+    return density.exp().clamp(min=1e-6).to(p)  # dtype and device of p
 
 
 class GroupAdvantage:
     """Compare each trajectory with the other samples of its prompt (GRPO), or use no baseline.
 
     `baseline`: group_mean, leave_one_out (RLOO) or none (REINFORCE++). `whiten` standardises over
-    the kept tokens of all ranks (REINFORCE++, arXiv 2501.03262v9 eq. 5 and 7), `clip_advantage`
-    bounds the result. Rows without loss tokens enter neither baseline nor scale.
-    Writes the keys of `Leash.charge_reward`, and advantage [B, T].
+    the loss tokens of all ranks (REINFORCE++, arXiv 2501.03262v9 eq. 5 and 7). `clip_advantage`
+    bounds |advantage|. Baseline and scale ignore rows without loss tokens.
+    Writes advantage [B, T] and the keys that `Leash.charge_reward` writes.
     """
 
     reads = (*Leash.charged, *reads("group_id"))
@@ -103,42 +103,42 @@ class GroupAdvantage:
         ids = batch.get("group_id", None)
         if ids is None:  # groups are adjacent already
             return torch.arange(batch.batch_size[0])
-        rows = groups(ids)  # P lists of G rows
-        uneven = next((len(group) for group in rows if len(group) != self.group_size), None)
+        members = groups(ids)  # P lists of G row indices
+        uneven = next((len(group) for group in members if len(group) != self.group_size), None)
         if uneven is not None:
-            raise ValueError(f"expected groups of {self.group_size} rows, got one of {uneven}")
-        return torch.tensor(list(chain(*rows)), dtype=torch.int64)  # [B]
+            raise ValueError(f"expected groups of {self.group_size} rows, got a group of {uneven}")
+        return torch.tensor(list(chain(*members)), dtype=torch.int64)  # [B]
 
     def scale(self) -> Scale | None:
-        """Return the function from task rewards and row mask [P, G] to divisor [P, 1], or None."""
+        """Return the function of rewards and row mask [P, G] that gives the divisor [P, 1]."""
         return spread if self.scale_by_std else None
 
 
 class BetaAdvantage(GroupAdvantage):
-    """Divide a group's advantages by a Beta density at its mean reward (BNPO).
+    """Divide the advantages of a group by a Beta density at the group's mean reward (BNPO).
 
-    The density is fitted to the groups' mean rewards over all ranks, see `beta_density`; groups
-    without loss tokens are excluded. Rewards must lie in [0, 1]. Source: Xiao et al. 2025 (arXiv
+    The Beta distribution is fitted to the mean rewards of the groups on all ranks, without groups
+    that have no loss tokens. Rewards must lie in [0, 1]. Source: Xiao et al. 2025 (arXiv
     2506.02864) theorem 1.
     """
 
     def scale(self) -> Scale:
-        """Return the density's function."""
+        """Return the function that computes the density."""
         if self.scale_by_std:
             raise ValueError("BNPO divides by a Beta density: set algorithm.scale_by_std=false")
         return self._density
 
-    def _density(self, total: Tensor, mask: Tensor) -> Tensor:
-        """Return the density at each group's mean, [P, 1]; total and row mask [P, G]."""
-        if total.numel() and not 0 <= float(total.min()) <= float(total.max()) <= 1:
-            got = f"{float(total.min()):g} to {float(total.max()):g}"
+    def _density(self, rewards: Tensor, mask: Tensor) -> Tensor:
+        """Return the density [P, 1] at each group's mean reward; rewards and row mask [P, G]."""
+        if rewards.numel() and not 0 <= float(rewards.min()) <= float(rewards.max()) <= 1:
+            got = f"{float(rewards.min()):g} to {float(rewards.max()):g}"
             raise ValueError(f"BNPO expects rewards from 0 to 1, got {got}; rescale the reward")
-        mean = group_mean(total, mask)[:, :1]  # [P, 1]
+        mean = group_mean(rewards, mask)[:, :1]  # [P, 1]
         return beta_density(mean, *mean_and_std(mean[mask.any(-1)], self.runtime))
 
 
 class NoAdvantage:
-    """Return the batch unchanged: imitation has no reward."""
+    """Return the batch unchanged: SFT has no reward."""
 
     reads = ()
 

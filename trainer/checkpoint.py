@@ -1,13 +1,13 @@
 """Checkpoints of safetensors and JSON, written atomically and verified before use.
 
 A checkpoint is written under a temporary name, every file is synced and listed with its sha256 in
-MANIFEST.json, and the folder is renamed into place. A resume uses the newest that verifies.
+MANIFEST.json, and the folder is renamed into place. A resume uses the newest undamaged checkpoint.
 
     checkpoints/iteration_000040/ model/ optimizer.safetensors state.json MANIFEST.json
 
-critic.safetensors holds a critic (model/ stays an ordinary model), reference.safetensors a
-refreshed reference, parts.safetensors the tensors of other parts. A policy with LoRA has adapter/,
-in peft's format, in place of model/: its base weights never change.
+Optional files: critic.safetensors (the critic is not in model/), reference.safetensors (a refreshed
+reference) and parts.safetensors (tensors from `state_dict()` of tasks, rewards and other parts).
+With LoRA, adapter/ in peft's format replaces model/, because the base weights never change.
 """
 
 import json
@@ -52,16 +52,16 @@ class Checkpoints:
         self.reference = reference or NoReference()
         self.every, self.keep_last, self.keep_best = every, keep_last, keep_best
         self.folder = runtime.folder / "checkpoints"
-        self.last: int | None = None  # iterations in the last saved or restored one
+        self.last: int | None = None  # iteration of the last saved or restored checkpoint
         self.skipped: list[str] = []  # damaged checkpoints that `newest` skipped
 
     def maybe_save(self, iteration: int, state: dict[str, Any], *, last: bool = False) -> None:
-        """Save after each `every` iterations and after the last."""
+        """Save after every `every` iterations and after the last one; never if `every` is 0."""
         if self.every and (last or iteration % self.every == 0):
             self.save(iteration, state)
 
     def save(self, iteration: int, state: dict[str, Any]) -> None:
-        """Write the checkpoint of `iteration` finished iterations; ranks must agree."""
+        """Write a checkpoint after `iteration`; RuntimeError if the weights of two ranks differ."""
         check_agreement(self.policy.scorer, self.runtime, iteration=iteration)
         main = self.runtime.is_main
         moments = self._moments(materialize=main)
@@ -76,7 +76,7 @@ class Checkpoints:
     def _write(self, iteration: int, state: dict[str, Any], moments: dict[str, Tensor]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in (*self.folder.glob(".part-*"), *self.folder.glob(".trash-*")):
-            remove(leftover)  # of an interrupted save or removal
+            remove(leftover)  # an interrupted save or removal left it
         target = self.folder / f"iteration_{iteration:06d}"
         part = self.folder / f".part-{target.name}"
         part.mkdir()
@@ -85,8 +85,8 @@ class Checkpoints:
             weights.save(part, self.policy.tokenizer, base=base_of(self.policy))
             if critic := self.critic():
                 save_file(critic, part / CRITIC)
-            if moved := self.reference.state_dict():
-                save_file(moved, part / REFERENCE)
+            if refreshed := self.reference.state_dict():
+                save_file(refreshed, part / REFERENCE)
             save_file(moments, part / "optimizer.safetensors")
             plain, tensors = split_tensors(state.get("parts", {}))
             content = {"format": FORMAT, "iteration": iteration, **state, "parts": plain}
@@ -94,7 +94,7 @@ class Checkpoints:
                 save_file(tensors, part / PARTS)
             (part / "state.json").write_text(json.dumps(content, indent=1))
             write_manifest(part, {"format": FORMAT})
-        except BaseException:  # after a full disk, the error message needs space
+        except BaseException:  # frees space: a full disk would lose the error message
             shutil.rmtree(part, ignore_errors=True)
             raise
         discard(target)
@@ -103,13 +103,13 @@ class Checkpoints:
         self._prune(target)
 
     def critic(self) -> dict[str, Tensor]:
-        """Return the critic's trained weights; the others belong to the frozen policy."""
+        """Return the critic's trained weights; its frozen weights are the policy's."""
         critic = self.policy.scorer.critic
         named = () if critic is None else critic.named_parameters()
         return {name: p.detach() for name, p in named if p.requires_grad}
 
     def _moments(self, *, materialize: bool = True) -> dict[str, Tensor]:
-        """Gather the optimiser's state over ranks as named tensors; {} unless `materialize`."""
+        """Gather the optimiser's state over ranks as named tensors, or {} if not `materialize`."""
         out, placement = {}, self.policy.scorer.placement
         for name, param in trained_parameters(self.optimizer, self.policy):
             if state := self.optimizer.state.get(param, {}):
@@ -120,7 +120,7 @@ class Checkpoints:
         return out
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint that verifies, None without any checkpoint.
+        """Return the newest undamaged checkpoint, or None if the folder has no checkpoint.
 
         Rank 0 decides for all ranks. ValueError if all checkpoints are damaged.
         """
@@ -134,32 +134,32 @@ class Checkpoints:
         if newest is None and self.skipped:
             names = ", ".join(self.skipped)
             raise ValueError(
-                f"{self.folder} has only damaged ones ({names}); restore or remove them"
+                f"{self.folder} has only damaged checkpoints ({names}); restore or remove them"
             )
         return newest
 
     def restore(self, folder: Path) -> dict[str, Any]:
-        """Load weights and optimiser from a verified checkpoint; return its state."""
+        """Load weights and optimiser state of an undamaged checkpoint; return the other values."""
         self.restore_weights(folder, critic=True)
         saved, placement = load_file(folder / "optimizer.safetensors"), self.policy.scorer.placement
         for name, param in trained_parameters(self.optimizer, self.policy):
-            start = f"{name}/"
-            parts = {k.removeprefix(start): v for k, v in saved.items() if k.startswith(start)}
-            if parts:
-                state = {k: placement.scatter(v, param) for k, v in parts.items()}
+            key = f"{name}/"
+            tensors = {k.removeprefix(key): v for k, v in saved.items() if k.startswith(key)}
+            if tensors:
+                moments = {k: placement.scatter(v, param) for k, v in tensors.items()}
                 for master in placement.master(name, param).values():
-                    master.copy_(state.pop("master", master))
-                self.optimizer.state[param] = state
+                    master.copy_(moments.pop("master", master))
+                self.optimizer.state[param] = moments
         state = json.loads((folder / "state.json").read_text())
         self.last = state["iteration"]
         if (path := folder / PARTS).is_file():
             for key, value in load_file(path).items():
-                name, _, tensor = key.partition("/")
-                state["parts"][name][tensor] = value
+                part, _, name = key.partition("/")
+                state["parts"][part][name] = value
         return state
 
     def restore_weights(self, folder: Path, *, critic: bool = False) -> None:
-        """Load policy and reference from a checkpoint, or the policy from a finished run."""
+        """Load the policy, and the reference if saved, from a checkpoint or a finished run."""
         reference = placement_of(self.reference).plain(keep=True)
         with self.policy.scorer.placement.plain(keep=True), reference:
             weights_of(self.policy.scorer).load(folder, base=base_of(self.policy))
@@ -171,21 +171,21 @@ class Checkpoints:
                     weight.copy_(saved[name])
 
     def _prune(self, newest: Path) -> None:
-        """Keep the last and the best; remove iterations after `newest`, which are damaged."""
+        """Keep the last and the best; remove all others, and the damaged folders after `newest`."""
         every = list_checkpoints(self.folder)
         done = every[: every.index(newest) + 1]
         keep = set(done[-self.keep_last :]) if self.keep_last else set(done)
         if self.keep_best:
-            keep.add(max(done, key=_score))
+            keep.add(max(done, key=_objective))
         for folder in every:
             if folder not in keep:
                 discard(folder)
 
 
 def split_tensors(parts: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Split the states of parts into plain values and tensors, the latter by <part>/<key>.
+    """Split the states of parts into plain values, and tensors with names <part>/<key>.
 
-    TypeError for a state that JSON does not restore exactly.
+    TypeError if JSON does not restore a plain value exactly.
     """
     plain, tensors = {}, {}
     for name, state in parts.items():
@@ -201,13 +201,13 @@ def split_tensors(parts: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dic
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """List the folders with names of checkpoints, the latest iteration last."""
-    named = [path for path in folder.glob("*") if re.fullmatch(r"iteration_\d+", path.name)]
-    return sorted(named, key=lambda path: int(path.name.removeprefix("iteration_")))
+    """List the checkpoint folders in the order of their iterations."""
+    folders = [path for path in folder.glob("*") if re.fullmatch(r"iteration_\d+", path.name)]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("iteration_")))
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """Return the state of a checkpoint; None if it is damaged."""
+    """Return the state of a checkpoint; None if damaged, ValueError for another FORMAT."""
     manifest = read_manifest(folder, full=True)
     files = manifest["files"] if manifest else {}
     complete = {"state.json", "optimizer.safetensors"} <= {*files}
@@ -216,7 +216,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     state = json.loads((folder / "state.json").read_text())
     if (version := state.get("format")) != FORMAT:
         raise ValueError(
-            f"{folder} is of format {version}, this leash reads {FORMAT}; move it away"
+            f"{folder} is of format {version}, expected {FORMAT}; move the folder away"
         )
     return state if f"iteration_{state.get('iteration', -1):06d}" == folder.name else None
 
@@ -224,7 +224,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
 def save_model(policy: Policy, folder: Path, *, write: bool = True) -> None:
     """Write model and tokenizer in the format that transformers and vLLM load.
 
-    An adapter is merged, and also saved to adapter/ as peft does. `write`: only on one rank.
+    An adapter is merged, and also saved to adapter/. Every rank calls this; one rank writes.
     """
     with policy.scorer.placement.plain(fill=write):
         if write:
@@ -251,13 +251,13 @@ def remove(path: Path) -> None:
 
 
 def trained_parameters(optimizer: torch.optim.Optimizer, policy: Policy):
-    """Return (name, parameter) pairs that the optimiser trains, of scorer and critic."""
+    """Return (name, parameter) of each weight that the optimiser trains, also of the critic."""
     names = {id(p): name for name, p in policy.scorer.named_parameters()}
     return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _score(folder: Path) -> float:
+def _objective(folder: Path) -> float:
     try:
         return float(json.loads((folder / "state.json").read_text())["objective"])
-    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: never the best
+    except (OSError, ValueError, KeyError, TypeError):  # a damaged state is never the best
         return float("-inf")

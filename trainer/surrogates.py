@@ -1,12 +1,12 @@
 """Surrogate losses of the policy gradient: pure functions of [B, T] tensors, without reduction.
 
-A surrogate combines a ratio of RATIOS with a term of SURROGATES, which bounds it;
-docs/algorithms.md lists the settings of papers. curr and gen are log-probs of the trained and the
-generating policy; r is the ratio to gen, or to old, the trainer's log-probs for the generating
-weights; A is the advantage. Terms are minimised.
+An objective combines one of RATIOS with one of SURROGATES; docs/algorithms.md lists the settings of
+papers. curr and gen are log-probs of the trained and the generating policy, A is the advantage, and
+r is the ratio pi_curr / pi_old. old is gen; if another engine sampled, old are the log-probs that
+the trainer computes with the generating weights. Terms are minimised.
 
-Masks are surrogates that bound the divergence of a token from the generating policy (DPPO: Qi et
-al. 2026, arXiv 2602.04879, eq. 11 to 14), as a choice of two: the sampled token or any other. Left
+tv_mask and kl_mask (DPPO: Qi et al. 2026, arXiv 2602.04879, eq. 11 to 14) bound the divergence from
+the generating policy. Each divergence is over two outcomes: the sampled token or any other. Left
 out on purpose: the paper's divergences over the top k tokens, which need more log-probs.
 """
 
@@ -20,9 +20,9 @@ from trainer.losses import MAX_LOG_RATIO
 
 @dataclass(frozen=True)
 class ClipRange:
-    """Bounds of a ratio: 1 - low to 1 + high, and `most` where A < 0 (None: no bound).
+    """Bounds of a ratio: 1 - low and 1 + high; if A < 0, also the upper bound `most` unless None.
 
-    `tv` (probability) and `kl` (nats) bound the divergence of the masks.
+    `tv` (probability) is the bound of tv_mask, `kl` (nats) is the bound of kl_mask.
     """
 
     low: float = 0.2
@@ -35,7 +35,7 @@ class ClipRange:
 def token_ratio(curr: Tensor, old: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the importance ratio pi_curr / pi_old of each token.
 
-    The log-ratio is clamped to +-20, so the result is finite, and has no gradient beyond.
+    The log-ratio is clamped to +-20; a clamped ratio has no gradient. `mask` is unused.
 
     >>> token_ratio(torch.tensor([0.0, 1000.0]), torch.tensor([0.0, 0.0])).tolist()
     [1.0, 485165184.0]
@@ -44,11 +44,11 @@ def token_ratio(curr: Tensor, old: Tensor, mask: Tensor | None = None) -> Tensor
 
 
 def sequence_ratio(curr: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """Return the geometric mean of a row's token ratios over the mask, at each token.
+    """Return the geometric mean of a row's token ratios over the mask, repeated for each token.
 
-    GSPO-token (arXiv 2507.18071) eq. 14: s_i of eq. 7 in value, log pi of the token in gradient,
-    so each token's gradient is weighted by its advantage; with one advantage per row and
-    aggregation=sequence_mean it is GSPO, eq. 5. Clamped as `token_ratio` is.
+    GSPO-token (arXiv 2507.18071) eq. 14. The value is s_i of eq. 7, the gradient is s_i times the
+    gradient of the token's log pi. With one advantage per row and aggregation=sequence_mean, the
+    loss is GSPO's, eq. 5. The mean log-ratio is clamped as in `token_ratio`.
 
     >>> curr, mask = torch.tensor([[0.4, 0.0, 9.0]]), torch.tensor([[True, True, False]])
     >>> [round(r, 3) for r in sequence_ratio(curr, torch.zeros(1, 3), mask)[0, :2].tolist()]
@@ -62,11 +62,11 @@ def sequence_ratio(curr: Tensor, old: Tensor, mask: Tensor) -> Tensor:
 def clipped_term(
     curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
 ) -> Tensor:
-    """Return -min(r A, clip(r, 1 - low, 1 + high) A); where A < 0, r counts as `most` at most.
+    """Return -min(r A, clip(r, 1 - low, 1 + high) A); if A < 0, `most` bounds r from above.
 
-    Schulman et al. 2017 (arXiv 1707.06347) eq. 7; with low = high the policy part of GRPO, Shao et
-    al. 2024 (arXiv 2402.03300) eq. 3; two bounds as in DAPO (arXiv 2503.14476) eq. 8. `most` is the
-    c of dual clip, Ye et al. 2020 (arXiv 1912.09729) eq. 5.
+    PPO: Schulman et al. 2017 (arXiv 1707.06347) eq. 7. GRPO: Shao et al. 2024 (arXiv 2402.03300)
+    eq. 3. Different low and high: DAPO (arXiv 2503.14476) eq. 8. `most` is c of the dual clip: Ye
+    et al. 2020 (arXiv 1912.09729) eq. 5.
 
     >>> one, curr = torch.tensor([1.0]), torch.zeros(1)
     >>> clipped_term(curr, curr - 1, one.exp(), one, ClipRange(0.2, 0.25)).tolist()
@@ -81,13 +81,13 @@ def clipped_term(
 def cispo_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
     """Return -sg(clip(r, 1 - low, 1 + high)) A log pi.
 
-    sg is stop-gradient: clipped tokens keep a gradient, of bounded weight. MiniMax-M1 (arXiv
+    sg stops the gradient. Clipped tokens keep a gradient with a bounded weight. MiniMax-M1 (arXiv
     2506.13585) eq. 4 and 5.
 
     >>> curr = torch.tensor([-1.0], requires_grad=True)
     >>> gen, advantage = curr.detach() - 1, torch.tensor([2.0])
-    >>> moved = token_ratio(curr, gen)
-    >>> cispo_term(curr, gen, moved, advantage, ClipRange(0.2, 0.5)).sum().backward()
+    >>> r = token_ratio(curr, gen)
+    >>> cispo_term(curr, gen, r, advantage, ClipRange(0.2, 0.5)).sum().backward()
     >>> curr.grad.tolist()
     [-3.0]
     """
@@ -97,19 +97,19 @@ def cispo_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: Cl
 def reinforce_term(
     curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
 ) -> Tensor:
-    """Return -A log pi (Williams 1992), without ratio or bounds, for one step on fresh samples."""
+    """Return -A log pi (Williams 1992). r has no effect, so take one step per batch."""
     return -advantage * curr
 
 
 def is_clipped(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
-    """Return the mask of tokens whose gradient `clipped_term` stops, bool.
+    """Return the mask of tokens without a gradient in `clipped_term`, bool.
 
     >>> r, advantage = torch.tensor([0.7, 0.7, 1.3]), torch.tensor([1.0, -1.0, 1.0])
     >>> is_clipped(r.log(), torch.zeros(3), r, advantage, ClipRange()).tolist()
     [False, True, True]
     """
-    far = (r < 1 - clip.low) & (advantage < 0) | (r > 1 + clip.high) & (advantage > 0)
-    return far if clip.most is None else far | (r > clip.most) & (advantage < 0)
+    clipped = (r < 1 - clip.low) & (advantage < 0) | (r > 1 + clip.high) & (advantage > 0)
+    return clipped if clip.most is None else clipped | (r > clip.most) & (advantage < 0)
 
 
 def is_outside(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
@@ -123,9 +123,9 @@ def no_clipping(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: C
 
 
 def binary_tv(gen: Tensor, curr: Tensor) -> Tensor:
-    """Return |pi_curr - pi_gen| of each token: the total variation of (token, any other).
+    """Return the total variation |pi_curr - pi_gen| of two outcomes: the token or any other.
 
-    DPPO, Qi et al. 2026 (arXiv 2602.04879) eq. 13; a lower bound of that over the full vocabulary.
+    DPPO (arXiv 2602.04879) eq. 13. The total variation over the vocabulary is at least as large.
 
     >>> round(binary_tv(torch.tensor(0.99).log(), torch.tensor(0.8).log()).item(), 6)
     0.19
@@ -134,11 +134,11 @@ def binary_tv(gen: Tensor, curr: Tensor) -> Tensor:
 
 
 def binary_kl(gen: Tensor, curr: Tensor) -> Tensor:
-    """Return KL(gen || curr) of each token, in nats, over (token, any other).
+    """Return KL(gen || curr), in nats, of two outcomes: the token or any other.
 
     g log(g / p) + (1 - g) log((1 - g) / (1 - p)) with g = pi_gen, p = pi_curr: DPPO (arXiv
-    2602.04879) eq. 14. Exact for log-probs near 0; a log-prob of 0, a rounding error, counts as
-    the next number below, so the result is finite.
+    2602.04879) eq. 14. Exact for log-probs near 0. A log-prob of 0 is a rounding error; it is
+    replaced by -eps, so that the result is finite.
 
     >>> round(binary_kl(torch.tensor(0.5).log(), torch.tensor(0.25).log()).item(), 6)
     0.143841
@@ -150,7 +150,7 @@ def binary_kl(gen: Tensor, curr: Tensor) -> Tensor:
 
 
 def _log_of_others(log_prob: Tensor) -> Tensor:
-    """Return log(1 - exp(x)), x < 0, without loss of digits: by expm1 near 0, else log1p."""
+    """Return log(1 - exp(x)) for x < 0. For precision: expm1 if x is near 0, else log1p."""
     near, far = (-log_prob.expm1()).log(), torch.log1p(-log_prob.exp())
     return torch.where(log_prob > -0.7, near, far)
 
@@ -158,22 +158,22 @@ def _log_of_others(log_prob: Tensor) -> Tensor:
 def moves_away(curr: Tensor, gen: Tensor, advantage: Tensor) -> Tensor:
     """Return the mask of tokens that the update moves further away from pi_gen, bool.
 
-    Tokens with A > 0 and pi_curr > pi_gen, or A < 0 and pi_curr < pi_gen: as for clipping.
+    These tokens have A > 0 and pi_curr > pi_gen, or A < 0 and pi_curr < pi_gen.
     """
     return (curr > gen) & (advantage > 0) | (curr < gen) & (advantage < 0)
 
 
 def is_past_tv(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
     """Return the mask of tokens without a gradient in `tv_mask_term`, bool."""
-    return _stops(binary_tv(gen, curr) > clip.tv, curr, gen, r, advantage, clip)
+    return _masked(binary_tv(gen, curr) > clip.tv, curr, gen, r, advantage, clip)
 
 
 def is_past_kl(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
     """Return the mask of tokens without a gradient in `kl_mask_term`, bool."""
-    return _stops(binary_kl(gen, curr) > clip.kl, curr, gen, r, advantage, clip)
+    return _masked(binary_kl(gen, curr) > clip.kl, curr, gen, r, advantage, clip)
 
 
-def _stops(
+def _masked(
     far: Tensor, curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
 ) -> Tensor:
     masked = far & moves_away(curr, gen, advantage)
@@ -183,27 +183,27 @@ def _stops(
 def tv_mask_term(
     curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
 ) -> Tensor:
-    """Return -r A, or 0 for tokens more than `tv` from gen that move further away.
+    """Return -r A, or 0 if `binary_tv` is above `tv` and the token `moves_away`.
 
-    DPPO (arXiv 2602.04879) eq. 11 to 13. A rare token may grow many times over, which clipping
-    forbids; a likely one may fall less far than with clipping.
+    DPPO (arXiv 2602.04879) eq. 11 to 13. Compared with clipping, the probability of a rare token
+    may grow by a larger factor, and the probability of a likely token may fall less.
 
     >>> curr, gen = torch.tensor([1e-3, 0.8]).log(), torch.tensor([1e-5, 0.99]).log()
     >>> r, advantage = token_ratio(curr, gen), torch.tensor([1.0, -1.0])
     >>> (tv_mask_term(curr, gen, r, advantage, ClipRange()) == 0).tolist()
     [False, True]
     """
-    return _term(binary_tv(gen, curr.detach()) > clip.tv, curr, gen, r, advantage, clip)
+    return _masked_term(binary_tv(gen, curr.detach()) > clip.tv, curr, gen, r, advantage, clip)
 
 
 def kl_mask_term(
     curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
 ) -> Tensor:
-    """Return -r A, or 0 for tokens more than `kl` from gen that move away (DPPO eq. 11, 12, 14)."""
-    return _term(binary_kl(gen, curr.detach()) > clip.kl, curr, gen, r, advantage, clip)
+    """Return -r A, or 0 if `binary_kl` is above `kl` and the token `moves_away` (DPPO eq. 14)."""
+    return _masked_term(binary_kl(gen, curr.detach()) > clip.kl, curr, gen, r, advantage, clip)
 
 
-def _term(
+def _masked_term(
     far: Tensor, curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
 ) -> Tensor:
     if clip.most is not None:
@@ -212,7 +212,7 @@ def _term(
 
 
 RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
-# name -> term, mask of tokens that its bounds stop
+# name -> loss term, mask of tokens outside the bounds
 SURROGATES = {
     "clip": (clipped_term, is_clipped),
     "cispo": (cispo_term, is_outside),
@@ -220,7 +220,7 @@ SURROGATES = {
     "tv_mask": (tv_mask_term, is_past_tv),
     "kl_mask": (kl_mask_term, is_past_kl),
 }
-# mask -> metric of the largest divergence, divergence
+# surrogate -> metric of the maximum, divergence
 DIVERGENCES = {
     "tv_mask": ("policy/tv_max", binary_tv),
     "kl_mask": ("policy/binary_kl_max", binary_kl),
