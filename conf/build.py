@@ -127,7 +127,11 @@ def make_runtime(cfg: DictConfig, folder: Path) -> Any:
 
 def make_policy(node: Section, **parts: Any) -> Any:
     """Build the policy of a node; `make_generator` builds its generator."""
-    return build({k: v for k, v in node.items() if k not in ENGINE}, **parts)
+    policy = build({k: v for k, v in node.items() if k not in ENGINE}, **parts)
+    if not hasattr(policy, "files"):
+        what = f"expected a policy of {node['_target_']}, as policies.load_policy returns"
+        raise ValueError(f"{what}, got {type(policy)}")
+    return policy
 
 
 def make_generator(node: Section, policy: Any, folder: Path) -> Any:
@@ -223,6 +227,8 @@ def make_observers(cfg: DictConfig, runtime: Any, more: Iterable[Any] = ()) -> A
     ]
     if "ipykernel" in sys.modules:  # a notebook, see trainer.train
         everyone.each.append(live.CellCurves(runtime.folder))
+    if wrong := [type(each) for each in everyone.each if not isinstance(each, trainer.Observer)]:
+        raise ValueError(f"expected observers to be trainer.Observer objects, got {wrong[0]}")
     return everyone
 
 
