@@ -14,9 +14,9 @@ from typing import Any
 
 for name in ("conf", "envs", "policies", "trainer"):
     ours = Path(__file__).resolve().parent / name / "__init__.py"
-    found = Path(getattr(find_spec(name), "origin", None) or name).resolve()
-    if found != ours:  # python -m train beside them
-        sys.exit(f"error: {name} is {found}, not {ours}; rename yours")
+    origin = Path(getattr(find_spec(name), "origin", None) or name).resolve()
+    if origin != ours:  # python -m train beside them
+        sys.exit(f"error: {name} is {origin}, not {ours}; rename yours")
 try:
     from omegaconf import DictConfig, OmegaConf
 
@@ -46,7 +46,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         # A fault in the data or in a user's reward is raised before a model is loaded.
         if cfg.allow_targets or "envs.rewards.Registered" in str(cfg.env.rewards):
             parts.find_target("envs.rewards.validate.try_reward")(task)
-        watching = parts.make_observers(cfg, runtime, observers)
+        custom = parts.custom_observers(cfg, runtime, observers)
         if "autocast" in cfg.policy:  # before shards are loaded on the CPU
             cfg.policy.autocast = resolve_autocast(cfg.policy.autocast, runtime.device)
         policy = runtime.load(lambda **at: parts.make_policy(cfg.policy, **at))
@@ -63,6 +63,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         source = parts.make_source(cfg, verbs.values(), **shared)
         advantage = parts.build(algorithm.advantage, algorithm, cfg.trainer, **shared)
         objective = parts.build(algorithm.objective, algorithm, **shared)
+        watching = parts.make_observers(cfg, runtime, custom)
         settings = parts.keys_for(make := trainer.make_optimizer, opt)
         scorer, optimizer = runtime.prepare(policy, make, settings, reference, advantage)
         loop = trainer.Trainer(

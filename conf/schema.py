@@ -130,7 +130,7 @@ class _Unlisted(dict):
     """Nodes of Hydra's store; --help and shell completion do not offer those that begin with _."""
 
     def keys(self) -> Any:
-        return [name for name in super().keys() if name[0] != "_"]
+        return [name for name in self if name[0] != "_"]
 
 
 def register() -> None:
