@@ -8,9 +8,15 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+for name in ("conf", "envs", "policies", "trainer"):
+    ours = Path(__file__).resolve().parent / name / "__init__.py"
+    origin = Path(getattr(find_spec(name), "origin", None) or name).resolve()
+    if origin != ours:  # python -m train beside them
+        sys.exit(f"error: {name} is {origin}, not {ours}; rename yours")
 try:
     from omegaconf import DictConfig, OmegaConf
 
@@ -40,6 +46,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         # Find errors in the data and in the user's reward before a model is loaded.
         if cfg.allow_targets or "envs.rewards.Registered" in str(cfg.env.rewards):
             build.find_target("envs.rewards.validate.try_reward")(task)
+        custom = build.custom_observers(cfg, runtime, observers)
         if "autocast" in cfg.policy:  # for the real device: shards are loaded on the CPU
             cfg.policy.autocast = resolve_autocast(cfg.policy.autocast, runtime.device)
         policy = runtime.load(lambda **device: build.make_policy(cfg.policy, **device))
@@ -56,7 +63,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         source = build.make_source(cfg, after_rollout.values(), **shared)
         advantage = build.build(algorithm.advantage, algorithm, cfg.trainer, **shared)
         objective = build.build(algorithm.objective, algorithm, **shared)
-        all_observers = build.make_observers(cfg, runtime, observers)
+        all_observers = build.make_observers(cfg, runtime, custom)
         make_optimizer = trainer.make_optimizer
         settings = build.keys_for(make_optimizer, opt)
         scorer, optimizer = runtime.prepare(policy, make_optimizer, settings, reference, advantage)

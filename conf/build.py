@@ -127,7 +127,10 @@ def make_runtime(cfg: DictConfig, folder: Path) -> Any:
 
 def make_policy(node: Section, **parts: Any) -> Any:
     """Build the policy of a node; `make_generator` builds its generator."""
-    return build({k: v for k, v in node.items() if k not in ENGINE}, **parts)
+    policy = build({k: v for k, v in node.items() if k not in ENGINE}, **parts)
+    if not hasattr(policy, "files"):
+        raise ValueError(f"expected {node['_target_']} to return a policy, got {type(policy)}")
+    return policy
 
 
 def make_generator(node: Section, policy: Any, folder: Path) -> Any:
@@ -204,18 +207,28 @@ def make_early_stopping(settings: Section) -> Any:
     return EarlyStopping(**rules) if any(rules.values()) else None
 
 
-def make_observers(cfg: DictConfig, runtime: Any, more: Iterable[Any] = ()) -> Any:
-    """Build the observers of rank 0: cfg.observers, `more`, then tracker, report and terminal."""
+def custom_observers(cfg: DictConfig, runtime: Any, more: Iterable[Any] = ()) -> list[Any]:
+    """Build the user's observers on rank 0, before a model is loaded."""
+    import trainer
+
+    at = {"runtime": runtime, "folder": runtime.folder}
+    nodes = [node for node in cfg.observers.values() if node] if runtime.is_main else []
+    custom = [*(build({"_convert_": "all", **node}, **at) for node in nodes), *more]
+    if wrong := [type(each) for each in custom if not isinstance(each, trainer.Observer)]:
+        raise ValueError(f"expected observers to be trainer.Observer objects, got {wrong[0]}")
+    return custom
+
+
+def make_observers(cfg: DictConfig, runtime: Any, custom: Iterable[Any]) -> Any:
+    """Build the observers of rank 0: the user's own, then tracker, report and terminal."""
     import trainer
     from trainer.reports import diagnosis, display, live
 
     if not runtime.is_main:
         return trainer.Observer()
     observers = trainer.Observers()
-    parts = {"runtime": runtime, "folder": runtime.folder}
     observers.each = [
-        *(build({"_convert_": "all", **node}, **parts) for node in cfg.observers.values() if node),
-        *more,
+        *custom,
         make_tracker(cfg, runtime.folder),
         diagnosis.Diagnose(runtime, observers),
         live.LiveReport(runtime.folder),

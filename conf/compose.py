@@ -125,7 +125,8 @@ def explain(error: Exception) -> str:
         if unknown == "experiment" and file:
             return f"{file[1]}.yaml: write # @package _global_ as its first line, it has none"
         return f"there is no key {unknown}{where}{nearest(unknown, value)}"
-    if declared := all_keys().get(key, ("", None))[1]:
+    unresolved = re.match(r"Interpolation key|\w+ raised while resolving", text)
+    if not unresolved and (declared := all_keys().get(key, ("", None))[1]):
         got = "null" if cause.value is None else repr(cause.value)
         return f"expected {key} to be {TYPES[declared.type][1]}, got {got}{where}"
     return f"{key}: {_line(str(cause))}{where}" if key else _line(text)
@@ -133,7 +134,8 @@ def explain(error: Exception) -> str:
 
 def _line(text: str) -> str:
     """Return the first line of a message, without OmegaConf's prefix of a resolver's error."""
-    return re.sub(r"^\w+ raised while resolving interpolation: ", "", text.splitlines()[0])
+    raised = r"^\w+ raised while resolving interpolation: "
+    return re.sub(raised, "", text.splitlines()[0]).strip('"')
 
 
 @cache

@@ -46,15 +46,18 @@ def nearest(key: str, value: Any = None) -> str:
         known = [name.partition(".")[2] for name in all_keys() if name.startswith("tracker.")]
         return f"; tracker has {', '.join(known)} (docs/configuration.md)"
     elsewhere, leaf = known_elsewhere(key, value), key.rpartition(".")[2]
+    if elsewhere and key != "num_iterations":  # of trainer, and TRL's
+        return elsewhere
     close = [name for name in all_keys() if name.rpartition(".")[2] == leaf][:2]
-    cutoff = 0.75 if elsewhere else 0.6
-    close = close or difflib.get_close_matches(key, [*all_keys(), "experiment"], 1, cutoff)
+    close = close or difflib.get_close_matches(key, [*all_keys(), "experiment"], 1, 0.75)
     suggestion = f"; did you mean {' or '.join(close)}?" if close else ""
     return suggestion + elsewhere or "; see --cfg job"
 
 
 def missing_file(group: str, name: str) -> str:
     """Return the message for a choice without a file in a group of conf/."""
+    if elsewhere := known_elsewhere(f"{group}={name}"):
+        return elsewhere.removeprefix("; ")
     files = sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
     close = difflib.get_close_matches(re.sub(r"\.yaml$", "", name), files, n=2)
     hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(files)}"

@@ -126,6 +126,13 @@ def _typed(name: str, tree: dict[str, Any], *bases: type) -> type:
     return globals().setdefault(kind.__name__, kind)
 
 
+class _Unlisted(dict):
+    """Nodes of Hydra's store; --help and shell completion do not offer those that begin with _."""
+
+    def keys(self) -> Any:
+        return [name for name in self if name[0] != "_"]
+
+
 def register() -> None:
     """Store the schema in Hydra: the root, each group, and each file with additional keys."""
     store, groups = ConfigStore.instance(), {}
@@ -139,6 +146,7 @@ def register() -> None:
         node = OmegaConf.structured(kind)
         for name in (key for key in OPEN if key.startswith(f"{group}.")):
             OmegaConf.set_struct(node[name.partition(".")[2]], False)
+        store.repo.setdefault(group, _Unlisted())
         store.store(group=group, name=f"_{file}_schema" if file else "_schema", node=node)
     root = _typed("root", declared()["root"])
     fields = [(group, kind, field(default=MISSING)) for group, kind in groups.items()]

@@ -31,11 +31,7 @@ ParsedReply = tuple[str, bool]  # text of a reply, and whether its end-of-turn t
 
 
 def write_prompt(
-    td: TensorDictBase,
-    mode: str,
-    renderer: Any,
-    history: History,
-    ids: list[Tensor] | None = None,
+    td: TensorDictBase, mode: str, renderer: Any, history: History, ids: list[Tensor] | None = None
 ) -> TensorDictBase:
     """Write the next prompt into td: messages, in other modes also ids and text [B]."""
     td.set("history", ChatHistory(prompt=history, batch_size=td.batch_size))

@@ -95,6 +95,8 @@ def _chat(table: Table, index: int, column: str) -> dict[str, Any]:
     last = messages[-1]
     if last["role"] != "assistant" or not last["content"].strip() or len(messages) < 2:
         expected = "a prompt and then a reply of the assistant as the last message"
+        if last["role"] == "user":
+            expected += f", or for prompts alone env.columns.question={column}"
         raise table.error(index, column, expected, [m["role"] for m in messages])
     return {
         "index": index,

@@ -20,13 +20,9 @@ if TYPE_CHECKING:
     from policies.chats.history import History as History
     from policies.chats.templates import add_chat_template as add_chat_template
     from policies.distributions.masked import MaskedCategorical as MaskedCategorical
-    from policies.distributions.masked import (
-        MaskedOneHotCategorical as MaskedOneHotCategorical,
-    )
+    from policies.distributions.masked import MaskedOneHotCategorical as MaskedOneHotCategorical
     from policies.distributions.masked import OneHotCategorical as OneHotCategorical
-    from policies.distributions.masked import (
-        ReparamGradientStrategy as ReparamGradientStrategy,
-    )
+    from policies.distributions.masked import ReparamGradientStrategy as ReparamGradientStrategy
     from policies.distributions.sequences import LLMMaskedCategorical as LLMMaskedCategorical
     from policies.distributions.sequences import LogProbDistribution as LogProbDistribution
     from policies.load import load_policy as load_policy

@@ -109,8 +109,9 @@ def test_every_group_file_composes_with_what_it_leaves_to_the_user(group):
 
 FAULTS = [  # words, and the key that the line names
     (["kl.ceoff=0.1"], r"no key kl\.ceoff.*kl\.coeff"),
+    (["policy.model=${oc.env:ABSENT}"], r"policy\.model.*ABSENT"),
     (["algorithm.gamma=0.9"], "algorithm=ppo"),
-    (["loss_type=dr_grpo"], r"algorithm\.aggregation=constant"),
+    (["loss_type=dr_grpo"], r"key loss_type; .*algorithm\.aggregation=constant"),
     (["env=nope"], "env=nope.*chats"),
     (["experiment=grpo_tny"], r"experiment=grpo_tny.*grpo_tiny"),
     (["grpo_tiny"], "'grpo_tiny'"),

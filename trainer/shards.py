@@ -21,12 +21,7 @@ class ShardedRuntime(Runtime):
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        *,
-        seed: int = 0,
-        device: str | None = None,
-        offload: bool = False,
+        self, folder: str | Path, *, seed: int = 0, device: str | None = None, offload: bool = False
     ) -> None:
         if offload and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             _init_process_group(cpu=device == "cpu" or not torch.cuda.is_available())

@@ -121,12 +121,7 @@ class RewardModel(RewardFunction):
     tried = False  # it would load a model
 
     def __init__(
-        self,
-        model: str,
-        *,
-        weight: float = 1.0,
-        on_error: str = "raise",
-        score_clip: float = 10.0,
+        self, model: str, *, weight: float = 1.0, on_error: str = "raise", score_clip: float = 10.0
     ) -> None:
         super().__init__(weight=weight, on_error=on_error)
         self.score = LearntScore(model, score_clip, name="model")

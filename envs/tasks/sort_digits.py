@@ -48,11 +48,7 @@ class SortDigits(Generated):
     def row(self, digits: str) -> Row:
         """Return the row that asks for these digits."""
         answer = "".join(sorted(digits))
-        return {
-            "messages": [user(QUESTION.format(digits))],
-            "digits": digits,
-            "answer": answer,
-        }
+        return {"messages": [user(QUESTION.format(digits))], "digits": digits, "answer": answer}
 
     def reward(self, row: Row, reply: Reply) -> Reward:
         """Return 0.9 for the sorted digits plus 0.1 for the form."""

@@ -68,14 +68,7 @@ class VLLMServer(VLLMEngine):
     transfer: Any = None  # sends weights by NCCL if the server was started for it
 
     def __init__(
-        self,
-        url: str,
-        model: Any,
-        *,
-        folder: Path,
-        share: Path,
-        dtype: str,
-        adapter: Any = None,
+        self, url: str, model: Any, *, folder: Path, share: Path, dtype: str, adapter: Any = None
     ) -> None:
         nn.Module.__init__(self)
         self.server, self.share = Server(url.rstrip("/")), share

@@ -19,10 +19,7 @@ PATIENCE = 300.0  # seconds until a page is shown as stale
 FOLDER = Path(__file__).parent
 
 _TEMPLATES = Environment(
-    loader=FileSystemLoader(FOLDER),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
+    loader=FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True
 )
 _TEMPLATES.globals |= {
     "style": CSS + (FOLDER / "style.css").read_text(encoding="utf-8"),

@@ -93,7 +93,7 @@ def prepare(config: dict[str, Any], folder: Path, *, compose: Compose) -> None:
         say(f"{mode}: starting")
     elif "kept_in" not in config:  # resolve_experiment announces a warm-up
         near, verb = os.path.relpath(folder), "going on" if config.get("resume") else "starting"
-        place = folder if near.startswith("..") else near
+        place = folder if near.startswith(".") else near  # . after hydra.job.chdir
         say(f"{load_run(folder).experiment}: {verb} in {place}")
     config = resolve(config | {"resume": None} if mode == "train" else config)
     path, text = folder / "config.yaml", yaml.safe_dump(config, sort_keys=False)

@@ -52,7 +52,8 @@ def run_log(folder: Path) -> Iterator[None]:
     terminal, before = logging.lastResort or logging.StreamHandler(), root.level
     added = [file] if root.handlers else [file, terminal]
     root.setLevel(min(before, logging.INFO))
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line per request
+    for name in ("httpx", "filelock"):  # else a line per request, and per lock
+        logging.getLogger(name).setLevel(logging.WARNING)
     if verbose := os.environ.get(VERBOSE):
         for name in verbose.split(","):
             logging.getLogger(None if name == "true" else name).setLevel(logging.DEBUG)

@@ -13,13 +13,7 @@ from policies.scorer import Scores
 from policies.wrappers.wrapper import LLMWrapperBase
 from trainer.metrics import explained_variance, return_sums
 from trainer.objectives import PPOObjective, Terms
-from trainer.torchrl.loss_inputs import (
-    check_choice,
-    get_dense,
-    masked_mean,
-    per_token,
-    require,
-)
+from trainer.torchrl.loss_inputs import check_choice, get_dense, masked_mean, per_token, require
 from trainer.torchrl.loss_modules import NO_LEASH, GRPOKeys, GRPOLoss, LLMLossOutput
 
 DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}

@@ -8,6 +8,7 @@ from typing import Any
 
 from policies.cache import write_text
 from trainer.reports.trackers.jsonl import JsonlTracker, finite
+from trainer.runs.experiment_models import IRRELEVANT
 from trainer.runs.failures import say
 from trainer.runs.redact import redact, redact_text
 from trainer.runs.run_files import ITERATION, dig, is_sweep, load_run
@@ -113,7 +114,7 @@ def names_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     changes = [
         f"{key}={Path(value).name if value[:1] in tuple('/.~') else value}"  # a path's name
         for key, value in run.overrides.items()
-        if not key.startswith(("experiment", "output_dir", "tracker", "allow_targets"))
+        if not key.startswith((*IRRELEVANT, "experiment", "output_dir", "eval"))
     ]
     # <run>/model is the model of another run
     start = model.parent.name if model.name == "model" else model.name
