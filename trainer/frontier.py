@@ -198,7 +198,7 @@ def most_kl_of_best_of(k: int) -> float:
 
 
 @dataclass(frozen=True)
-class Limit:
+class Frontier:
     """Reward and success [prompts, replies] of the reference on held-out prompts."""
 
     reward: Array
@@ -207,7 +207,7 @@ class Limit:
     bands: dict[str, ConfidenceBand] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of_samples(cls, content: Any) -> "Limit | None":
+    def of_samples(cls, content: Any) -> "Frontier | None":
         """Return that of a frontier.json's contents; None if they are damaged."""
         try:
             reward, success = (np.array(content[n], np.float64) for n in ("reward", "success"))
@@ -259,9 +259,9 @@ class Limit:
         return f"the line ends where these do (--frontier {more} for more): docs/kl.md"
 
 
-def read_limit(path: Path) -> Limit | None:
+def read_frontier(path: Path) -> Frontier | None:
     """Read a frontier.json, None of a damaged one."""
     try:
-        return Limit.of_samples(json.loads(path.read_text(encoding="utf-8")))
+        return Frontier.of_samples(json.loads(path.read_text(encoding="utf-8")))
     except ValueError:  # truncated file
         return None
