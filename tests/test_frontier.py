@@ -210,6 +210,8 @@ def test_points_stand_at_the_kl_of_the_replies_that_they_are_of_below_the_fronti
     page = Page(write_report(tmp_path / "kl.coeff=1"))
     drawn = page.charts()["Accuracy against KL, held-out prompts"]
     assert f"iteration 1: {point}, efficiency 0.49" in drawn.tips
+    beyond = Page(write_report(tmp_path / "kl.coeff=0")).texts
+    assert any("it lies beyond the end of the line. The line comes from" in t for t in beyond)
     scores = {"eval/sampled_accuracy": ACCURACY, "eval/kl_ref_sequence": 2 * LEAST}
     judge = Efficiency(512, tmp_path)
     assert judge(scores, 3) == {"kl/efficiency": pytest.approx(0.5, abs=0.01)}

@@ -21,6 +21,7 @@ from trainer.frontier import (
     EVAL_KL,
     EVAL_REWARD,
     FILE,
+    MIN_KL,
     Curve,
     Frontier,
     best_of,
@@ -266,9 +267,11 @@ def _root_ticks(axis: Axis) -> list[float]:
 
 def caption(run: Run, frontier: Frontier) -> str:
     """Return the efficiency of the last evaluation, and the samples behind the line."""
-    got = efficiency(run, frontier)
-    text = "no KL efficiency" if got is None else f"KL efficiency {got:.2f}"
-    return f"{text}; 1 is on the line ({frontier.about()}; {frontier.ends()})"
+    got, (_, _, kl) = efficiency(run, frontier), held_out(run, frontier.metric)[-1]
+    why = "it lies beyond the end of the line" if kl > MIN_KL else "its KL is about 0"
+    text = f"The run has no KL efficiency, because {why}."
+    text = text if got is None else f"KL efficiency {got:.2f}; on the line it is 1."
+    return f"{text} {frontier.about()}"
 
 
 def sample_frontier(folder: Path, samples: int) -> None:
