@@ -1,6 +1,6 @@
 """Train a chat model: python train.py [experiment=...] [key=value ...] [-m] [resume=<run folder>].
 
-Also preflight=true, and resume=<run folder> with mode=chat, evaluate or export.
+Also preflight=true, and resume=<run folder> with mode=chat, evaluate, export or frontier.
 The parent checks the configuration and starts a fresh process per rank; it imports no torch.
 """
 
