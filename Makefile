@@ -93,8 +93,8 @@ test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment o
 	.venv-vllm/bin/python -m policies.models
 	touch $@
 
-FLOORS := $(addprefix tests/test_, batch.py chat_env.py chat_template.py collect.py containers.py \
-	data.py early_stopping.py failures.py kl.py lora.py losses.py models.py \
+FLOORS := $(addprefix tests/test_, chat_env.py chat_template.py collect.py containers.py \
+	data.py failures.py kl.py lora.py losses.py models.py \
 	rollout_from_model.py runtime.py scorer.py specification.py update.py)
 
 test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual environment of its own

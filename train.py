@@ -1,6 +1,6 @@
 """Train a chat model: python train.py [experiment=...] [key=value ...] [-m] [resume=<run folder>].
 
-preflight=true trains nothing; mode=chat, evaluate and export use the model of resume=<run folder>.
+preflight=true trains nothing; mode=chat, evaluate, export, frontier use resume=<run folder>.
 The parent process checks the configuration, starts one process per rank and imports no torch.
 """
 

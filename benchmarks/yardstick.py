@@ -39,8 +39,8 @@ from benchmarks.yardstick_page import (
 )
 from policies.cache import write_text
 from policies.models import find_model
-from trainer.limit import FILE, Limit, read_limit
-from trainer.reports.frontier import sample_limit
+from trainer.frontier import FILE, Frontier, read_frontier
+from trainer.reports.frontier_chart import sample_frontier
 from trainer.runs.run_files import load_run, read_lines
 
 BOTH = "kl.where=loss kl.estimator=k3_ratio kl.controller=constant optimizer.schedule=constant"
@@ -53,13 +53,13 @@ CASES = {
         "The embedded task",
         "experiment=grpo_tiny kl.coeff=0.3 optimizer.lr=5e-4"
         " trainer.num_iterations=80 trainer.prompts_per_iteration=32",
-        seeds=(1, 2, 3), threads=1, samples=16, limit=512, window=5, goal=0.7,
+        seeds=(1, 2, 3), threads=1, samples=16, frontier=512, window=5, goal=0.7,
     ),
     "smollm": Case(
         "SmolLM2 on capitals",
         "experiment=grpo_smollm policy.autocast=null kl.coeff=0.02 optimizer.lr=2e-5"
         " trainer.num_iterations=12 trainer.prompts_per_iteration=8",
-        seeds=(1,), threads=2, samples=8, limit=64, window=3, goal=0.7,
+        seeds=(1,), threads=2, samples=8, frontier=64, window=3, goal=0.7,
     ),
 }  # fmt: skip
 
@@ -86,7 +86,7 @@ def main() -> None:
             judge(place, case, words)
         if not (folder / FILE).is_file():  # all runs of leash share the start model
             first = sorted(folder.glob("*/leash/run"))[0]
-            sample_limit(first, case.limit)
+            sample_frontier(first, case.frontier)
             (first / FILE).replace(folder / FILE)
     report(args.folder, args.page)
 
@@ -202,15 +202,15 @@ def evaluate(folder: Path, case: Case, words: Sequence[str]) -> dict[str, Any]:
 def report(folder: Path, page: Path) -> None:
     """Draw and write the results of all cases in the folder."""
     runs: dict[str, list[Record]] = {}
-    limits: dict[str, Limit] = {}
+    frontiers: dict[str, Frontier] = {}
     for name in CASES:
         paths = sorted(folder.glob(f"{name}/*/*/record.json"))
         samples = folder / name / FILE
-        if paths and samples.is_file() and (limit := read_limit(samples)):
-            limits[name] = limit
+        if paths and samples.is_file() and (frontier := read_frontier(samples)):
+            frontiers[name] = frontier
             runs[name] = [json.loads(path.read_text()) for path in paths]
     parts = [about(next(iter(runs.values())))]
-    parts += [table(CASES[name], group, limits[name]) for name, group in runs.items()]
+    parts += [table(CASES[name], group, frontiers[name]) for name, group in runs.items()]
     page.with_suffix(".svg").write_text(grid([charts(CASES[n], runs[n]) for n in runs]))
     page.write_text(fill(page.read_text() if page.is_file() else "", "\n\n".join(parts)))
     print(f"{page}\n{page.with_suffix('.svg')}")

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from benchmarks.measure import markdown
-from trainer.limit import ACCURACY, EVAL_KL, Limit
+from trainer.frontier import ACCURACY, EVAL_KL, Frontier
 from trainer.reports.chart import CSS, Series, line_chart
 
 LIBRARIES = ("leash", "TRL")
@@ -22,7 +22,7 @@ Record = dict[str, Any]  # of a run: points, evaluation, seconds, memory
 class Case:
     """An experiment with overrides that both libraries train, and its evaluation.
 
-    `window`: iterations averaged in a reward; `goal`: the reward to reach; `samples`, `limit`:
+    `window`: iterations averaged in a reward; `goal`: the reward to reach; `samples`, `frontier`:
     replies to each held-out prompt, of a model and of the reference.
     """
 
@@ -31,7 +31,7 @@ class Case:
     seeds: tuple[int, ...]
     threads: int
     samples: int
-    limit: int
+    frontier: int
     window: int
     goal: float
 
@@ -117,11 +117,11 @@ def spread(values: Sequence[float | None], form: str) -> str:
     return mean + ends * (len(have) > 1)
 
 
-def table(case: Case, runs: Sequence[Record], limit: Limit) -> str:
+def table(case: Case, runs: Sequence[Record], frontier: Frontier) -> str:
     """Return the results of a case, a column per library."""
 
     def share(run: Record) -> float | None:
-        return limit.efficiency(ACCURACY, run["eval"][ACCURACY], run["eval"][EVAL_KL])
+        return frontier.efficiency(ACCURACY, run["eval"][ACCURACY], run["eval"][EVAL_KL])
 
     def at(field: str) -> Callable[[Record], float | None]:
         return lambda run: getattr(reached(run, case), field, None)

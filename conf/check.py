@@ -96,12 +96,12 @@ def _run(cfg: Config) -> Iterator[str]:
         name, _ = read_rule(rule)
         if name.startswith("eval/") and not held_out["every"]:
             yield f"trainer.stop_at={name} needs evaluations, got eval.every=0; set eval.every=5"
-    limit, measured = held_out["frontier"], kl["measure"] and not kl["refresh_every"]
+    frontier, measured = held_out["frontier"], kl["measure"] and not kl["refresh_every"]
     samples = held_out["num_samples"] and held_out["temperature"] == 1
-    if limit and not (limit > 1 and samples and measured and kl["reference"] is None):
+    if frontier and not (frontier > 1 and samples and measured and kl["reference"] is None):
         text = "sampled replies (eval.num_samples >= 1, eval.temperature=1) and one reference"
         also = "kl.measure=true without kl.refresh_every and kl.reference"
-        yield f"eval.frontier={limit} needs >= 2 {text} ({also}); leave it out"
+        yield f"eval.frontier={frontier} needs >= 2 {text} ({also}); leave it out"
     for name, key in schema.declared()["policy"]["vllm"].items():
         if policy["engine"] == "transformers" and policy["vllm"][name] != key.default:
             yield f"policy.vllm.{name} is for policy.engine=vllm; give that, or leave it out"

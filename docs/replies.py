@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.limit import EVAL_KL, EVAL_REWARD, FILE, Limit, read_limit
+from trainer.frontier import EVAL_KL, EVAL_REWARD, FILE, Frontier, read_frontier
 from trainer.reports.sweep_jobs import efficiency
 from trainer.runs.discover import find_jobs
 from trainer.runs.run_files import Run, load_run, read_lines
@@ -30,14 +30,14 @@ class Point:
 def read(folder: Path, *, count: int = 3) -> list[Point]:
     """Return a point for each finished job of a sweep, by coefficient."""
     runs = [load_run(job) for job in find_jobs(folder)]
-    limit = read_limit(folder / FILE) if (folder / FILE).is_file() else None
-    points = [_point(run, limit, count) for run in runs if run.state == "finished"]
+    frontier = read_frontier(folder / FILE) if (folder / FILE).is_file() else None
+    points = [_point(run, frontier, count) for run in runs if run.state == "finished"]
     if not points:
         raise ValueError(f"expected finished runs in {folder}, found none")
     return sorted(points, key=lambda point: point.coeff)
 
 
-def _point(run: Run, limit: Limit | None, count: int) -> Point:
+def _point(run: Run, frontier: Frontier | None, count: int) -> Point:
     held_out = [value for _, value in run.series(EVAL_REWARD)]
     kl = run.last(EVAL_KL) or 0.0
     rows = read_lines(run.folder / "transcripts.jsonl")
@@ -46,7 +46,7 @@ def _point(run: Run, limit: Limit | None, count: int) -> Point:
         coeff=run.last("kl/coeff") or 0.0,
         reward=(held_out[0], held_out[-1]),
         kl=kl,
-        efficiency=efficiency(run, limit) if limit else None,
+        efficiency=efficiency(run, frontier) if frontier else None,
         replies=[(_subject(x["prompt"]), x["response"], x["reward"]) for x in after[:count]],
     )
 

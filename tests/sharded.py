@@ -63,7 +63,7 @@ MORE = {
     "grpo, refresh": ("grpo", REFRESH, "kl.refresh_decay=0.5"),
     "grpo, target KL": ("grpo", "algorithm.target_kl=0.001", "algorithm.epochs=3"),
     "grpo, importance": ("grpo", CORRECTED),
-    "grpo, limit": ("grpo", "eval.frontier=8"),
+    "grpo, frontier": ("grpo", "eval.frontier=8"),
     "grpo, a rank without rows": ("grpo",),
     "grpo, LoRA, a rank without rows": ("grpo", LORA),
     "grpo, bfloat16": ("grpo", "policy.dtype=bfloat16", REFRESH),

@@ -72,7 +72,7 @@ def train(
     refresh: int = 0,
     control: KLControllerBase | None = None,
     enough: EarlyStopping | None = None,
-    limit: int = 0,
+    frontier: int = 0,
     change: Callable[[Trainer], object] = lambda loop: None,
     engine: Callable[[Any], Any] = lambda policy: policy,
     **steps: object,
@@ -93,7 +93,8 @@ def train(
         generator = engine(policy)
         parts = {"task": task, "env": env, "generator": generator, "runtime": runtime}
         display = Display(4, title="words", folder=folder, file=shown)
-        options = {"num_samples": 2, "prompts_per_batch": 2, "every": 2, "frontier": limit}
+        options = {"num_samples": 2, "prompts_per_batch": 2, "every": 2, "frontier": frontier}
+        options |= {"retrieve_kl": retrieve} if frontier else {}
         loop = Trainer(
             runtime=runtime,
             policy=policy,
@@ -102,7 +103,7 @@ def train(
             retrieve_kl=retrieve,
             advantage=GroupAdvantage(group_size=G, leash=leash),
             update=Update(scorer, optimizer, objective, runtime, lr=lambda _: 1e-2, **steps),
-            evaluate=Evaluate(**parts, **options, **({"retrieve_kl": retrieve} if limit else {})),
+            evaluate=Evaluate(**parts, **options),
             leash=leash,
             checkpoints=Checkpoints(
                 runtime, policy, optimizer, every=every, keep_last=0, reference=retrieve

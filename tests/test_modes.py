@@ -79,7 +79,7 @@ def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_p
     assert (small_run.folder / "status.json").read_text() == before
 
 
-def test_the_limit_is_made_of_the_model_that_a_run_started_from(small_run, tmp_path):
+def test_the_frontier_is_made_of_the_model_that_a_run_started_from(small_run, tmp_path):
     """As many replies as the run's own evaluation plays: the very ones, before any training."""
     folder = shutil.copytree(small_run.folder, tmp_path / "kl.coeff=0.1,seed='1'")  # as of a job
     report([str(folder), "--frontier", "2"])

@@ -9,7 +9,7 @@ from hypothesis import given
 from pages import Page, Picture, write_lines, write_status, write_words
 
 from trainer.reports.__main__ import main
-from trainer.reports.frontier import frontier, pareto
+from trainer.reports.frontier_chart import draw_sweep, pareto
 from trainer.reports.sweep_jobs import Job, Sweep, best, grouped, results
 from trainer.reports.sweep_page import sweep_svg, write_sweep
 from trainer.runs.run_files import load_run
@@ -113,7 +113,7 @@ def test_unfinished_jobs_enter_neither_means_nor_the_line_and_seeds_are_one_poin
     assert [s.spots() for s in (a, b, c)] == [[(4.0, 1.0), (6.0, 0.5)], [(0.1, 9.0)], [(6.0, 2.0)]]
     assert (a.place(), a.label) == ((5.0, 0.75), "a")
     assert pareto([a, b, c]) == [a, c]
-    drawn = Picture(frontier(jobs, width=480, height=340))
+    drawn = Picture(draw_sweep(jobs, width=480, height=340))
     assert len(drawn.all(**{"class": "bars"})) == 1  # of the one with seeds
     assert sum("dasharray" in dot.attrib["style"] for dot in drawn.dots) == 1
 

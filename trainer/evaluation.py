@@ -24,7 +24,7 @@ from policies.protocols import Generator
 from policies.random import fold, in_float64
 from policies.scorer import LOCAL, placement_of
 from trainer.collect import collect
-from trainer.limit import FILE, Limit, read_limit
+from trainer.frontier import FILE, Frontier, read_frontier
 from trainer.runtime import Runtime
 from trainer.transcripts import transcript
 
@@ -184,23 +184,23 @@ class Efficiency:
 
     def __init__(self, samples: int, folder: Path) -> None:
         self.samples, self.path = samples, folder / FILE
-        self.limit: Limit | None = None
+        self.frontier: Frontier | None = None
 
     def begin(self, play: Evaluate, on_progress: Callable[..., None] = lambda *_: None) -> None:
         """Sample the untrained policy; calls `on_progress(share, label)`."""
         label = f"sampling the reference: {len(play.rows)} prompts x {self.samples} samples"
         replies = sample(play, self.samples, lambda share: on_progress(share, label))
-        self.limit = Limit.of_samples(replies)
-        if self.limit is not None and play.runtime.is_main:
+        self.frontier = Frontier.of_samples(replies)
+        if self.frontier is not None and play.runtime.is_main:
             write_text(self.path, json.dumps({"samples": self.samples, **replies}))
 
     def __call__(self, scores: dict[str, float], rows: int) -> dict[str, float]:
         """Return kl/efficiency of an evaluation of `rows` rows, if the samples support it."""
-        if self.limit is None and self.path.is_file():  # of a resumed run
-            self.limit = read_limit(self.path)
-        if self.limit is None or self.limit.num_prompts != rows:
+        if self.frontier is None and self.path.is_file():  # of a resumed run
+            self.frontier = read_frontier(self.path)
+        if self.frontier is None or self.frontier.num_prompts != rows:
             return {}
-        share = self.limit.efficiency_of(scores)
+        share = self.frontier.efficiency_of(scores)
         return {} if share is None else {"kl/efficiency": share}
 
 
@@ -221,7 +221,7 @@ def sample(
                 scores[row] = [[round(value, 6) for value in reward], success]
 
     player = copy(play)
-    player.plans, player.efficiency = [play.plan("limit", samples, 1.0)], None
+    player.plans, player.efficiency = [play.plan("frontier", samples, 1.0)], None
     size = play.prompts_per_batch * 8 // samples  # in replies as with eval.num_samples=8
     player.prompts_per_batch = max(1, size)
     player.placements = (play.placements[0], LOCAL)  # no KL is measured

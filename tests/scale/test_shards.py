@@ -71,12 +71,12 @@ def test_several_ranks_train_the_weights_of_one(name, way, place):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ROUNDED])
-def test_two_ranks_with_shards_log_the_losses_and_sample_the_limit_of_one(name, place):
+def test_two_ranks_with_shards_log_the_losses_and_sample_the_frontier_of_one(name, place):
     one, two = (place / way / "many" / name for way in ("1", "2 fsdp2"))
     for mine, want in zip(metrics(two), metrics(one), strict=True):
         assert mine == pytest.approx(want, rel=1e-4, abs=1e-5)
-    limits = [path.read_text() for at in (one, two) for path in at.glob("frontier.json")]
-    assert limits[:1] == limits[1:]
+    frontiers = [path.read_text() for at in (one, two) for path in at.glob("frontier.json")]
+    assert frontiers[:1] == frontiers[1:]
 
 
 def test_half_precision_has_its_masters_in_the_shards(place):

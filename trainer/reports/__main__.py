@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from policies.cache import write_text
-from trainer.reports.frontier import sample_limit
+from trainer.reports.frontier_chart import sample_frontier
 from trainer.reports.report import run_svg, write_report
 from trainer.reports.sweep_page import sweep_svg, write_comparison, write_sweep
 from trainer.runs.discover import find_jobs, find_runs
@@ -55,7 +55,7 @@ def _run(args: argparse.Namespace) -> None:
         print(write_comparison(list(dict.fromkeys([*runs, *jobs]))))
         return
     if args.frontier:
-        sample_limit(one, args.frontier)
+        sample_frontier(one, args.frontier)
         runs += jobs
     if args.svg:
         write_text(args.svg, sweep_svg(one) if sweeps else run_svg(one))

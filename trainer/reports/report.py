@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
-from trainer.limit import ACCURACY, EVAL_KL
-from trainer.reports import frontier, panels, summary
+from trainer.frontier import ACCURACY, EVAL_KL
+from trainer.reports import frontier_chart, panels, summary
 from trainer.reports.chart import standalone
 from trainer.reports.formats import duration, leaves
 from trainer.reports.page import PATIENCE, write_page
 from trainer.reports.replies import select_replies
-from trainer.reports.sweep_jobs import find_limit
+from trainer.reports.sweep_jobs import find_frontier
 from trainer.runs.redact import redact
 from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run
 
@@ -48,7 +48,7 @@ def _values(run: Run, state: str) -> dict[str, Any]:
     """Return the values of the template."""
     replies = select_replies(run.folder / "transcripts.jsonl")
     (first, more), changes = panels.shown(run), _changes(run)
-    curves = [*_limit(run), *first]
+    curves = [*_frontier(run), *first]
     parts = {"Curves": curves, "Replies": replies, "Environment": True, "Configuration": changes}
     return replies | {
         "title": run.experiment,
@@ -70,11 +70,11 @@ def _values(run: Run, state: str) -> dict[str, Any]:
     }
 
 
-def _limit(run: Run) -> Iterator[panels.Figure]:
+def _frontier(run: Run) -> Iterator[panels.Figure]:
     """Draw the run below the optimal frontier, if the reference was sampled (mode=frontier)."""
-    limit = find_limit(run.folder)
-    if limit is not None and (picture := frontier.picture(run, limit)):
-        yield panels.Figure(picture, frontier.caption(run, limit), [ACCURACY, EVAL_KL])
+    frontier = find_frontier(run.folder)
+    if frontier is not None and (picture := frontier_chart.draw_run(run, frontier)):
+        yield panels.Figure(picture, frontier_chart.caption(run, frontier), [ACCURACY, EVAL_KL])
 
 
 def _left(run: Run) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trainer.limit import ACCURACY, EVAL_KL, EVAL_REWARD, FILE, Limit, read_limit
+from trainer.frontier import ACCURACY, EVAL_KL, EVAL_REWARD, FILE, Frontier, read_frontier
 from trainer.reports.formats import leaves, nats, one_line, short
 from trainer.reports.summary import hydra_path, repeat_command
 from trainer.runs.discover import find_jobs
@@ -178,7 +178,7 @@ def _job(run: Run, name: str) -> Job:
         """Return the last value after training started."""
         return next((value for at, value in run.series(metric)[-1:] if at >= 1), None)
 
-    limit = find_limit(run.folder)
+    frontier = find_frontier(run.folder)
     reached = {
         "state": run.state,
         OBJECTIVE: number(run.status.get("objective")),
@@ -188,7 +188,7 @@ def _job(run: Run, name: str) -> Job:
         DRIFT: run.last_ten_mean(DRIFT),
         EVAL_REWARD: trained(EVAL_REWARD),
         EVAL_KL: trained(EVAL_KL),
-        EFFICIENCY: efficiency(run, limit) if limit else None,
+        EFFICIENCY: efficiency(run, frontier) if frontier else None,
         "kl/coeff": run.last("kl/coeff"),
         "progress/iteration": int(run.metrics[-1]["progress/iteration"]) if run.metrics else 0,
         "iterations_averaged": len(run.last_ten(KL) or run.last_ten("reward/mean")),
@@ -301,35 +301,35 @@ def held_out(run: Run, metric: str) -> list[tuple[float, float, float]]:
     return [(at, value, kls[at]) for at, value in run.series(metric) if at in kls]
 
 
-def efficiency(run: Run, limit: Limit) -> float | None:
+def efficiency(run: Run, frontier: Frontier) -> float | None:
     """Return the KL efficiency of the last evaluation."""
-    evaluations = held_out(run, limit.metric)
-    return limit.efficiency(limit.metric, *evaluations[-1][1:]) if evaluations else None
+    evaluations = held_out(run, frontier.metric)
+    return frontier.efficiency(frontier.metric, *evaluations[-1][1:]) if evaluations else None
 
 
-def find_limit(folder: Path) -> Limit | None:
-    """Return the limit of a run or sweep, else that of the sweep around it.
+def find_frontier(folder: Path) -> Frontier | None:
+    """Return the frontier of a run or sweep, else that of the sweep around it.
 
     None if it has other held-out rows than the run evaluates.
     """
     around = [parent for parent in folder.resolve().parents[:3] if is_sweep(parent)]
     path = next((p / FILE for p in (folder, *around) if (p / FILE).is_file()), None)
-    limit = _read(path, path.stat().st_mtime_ns) if path else None
-    return limit if limit and has_same_rows(limit, folder) else None
+    frontier = _read(path, path.stat().st_mtime_ns) if path else None
+    return frontier if frontier and has_same_rows(frontier, folder) else None
 
 
-def find_sweep_limit(sweep: Sweep) -> Limit | None:
-    """Return the limit of a sweep, else that of a job if the jobs are comparable."""
+def find_sweep_frontier(sweep: Sweep) -> Frontier | None:
+    """Return the frontier of a sweep, else that of a job if the jobs are comparable."""
     folders = [sweep.folder]
     folders += [job.run.folder for job in sweep.jobs] if comparable(sweep.jobs) else []
-    return next(filter(None, map(find_limit, folders)), None)
+    return next(filter(None, map(find_frontier, folders)), None)
 
 
-def has_same_rows(limit: Limit, folder: Path) -> bool:
-    """Return whether a limit has as many rows as a run evaluates; True for a sweep."""
-    return read_yaml(folder / "status.json").get("held_out") in (None, limit.num_prompts)
+def has_same_rows(frontier: Frontier, folder: Path) -> bool:
+    """Return whether a frontier has as many rows as a run evaluates; True for a sweep."""
+    return read_yaml(folder / "status.json").get("held_out") in (None, frontier.num_prompts)
 
 
 @lru_cache(maxsize=2)  # the jobs of a sweep share one
-def _read(path: Path, _stamp: int) -> Limit | None:
-    return read_limit(path)
+def _read(path: Path, _stamp: int) -> Frontier | None:
+    return read_frontier(path)

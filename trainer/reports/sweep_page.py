@@ -10,10 +10,10 @@ from typing import Any
 from urllib.parse import quote
 
 from policies.cache import write_text
-from trainer.limit import ACCURACY, EVAL_REWARD, Limit
+from trainer.frontier import ACCURACY, EVAL_REWARD, Frontier
 from trainer.reports.chart import Series, line_chart, standalone
 from trainer.reports.formats import duration
-from trainer.reports.frontier import AVERAGED, frontier
+from trainer.reports.frontier_chart import AVERAGED, draw_sweep
 from trainer.reports.page import PATIENCE, write_page
 from trainer.reports.panels import MAIN, Figure, open_notes
 from trainer.reports.replies import Reply, by_kind, side_by_side
@@ -28,7 +28,7 @@ from trainer.reports.sweep_jobs import (
     best,
     comparable,
     count_states,
-    find_sweep_limit,
+    find_sweep_frontier,
     gather,
     grouped,
     load_sweep,
@@ -67,16 +67,16 @@ def write_comparison(folders: Sequence[Path]) -> Path:
 def sweep_svg(folder: str | Path) -> str:
     """Draw the frontier of a multirun folder as a standalone SVG document."""
     sweep = load_sweep(folder)
-    limit = find_sweep_limit(sweep)
-    by = limit.metric if limit else REWARD
-    picture = frontier(sweep.jobs, width=480, height=340, by=by, limit=limit)
+    frontier = find_sweep_frontier(sweep)
+    by = frontier.metric if frontier else REWARD
+    picture = draw_sweep(sweep.jobs, width=480, height=340, by=by, frontier=frontier)
     return standalone([picture], width=480, height=340)
 
 
 def _values(sweep: Sweep) -> dict[str, Any]:
     """Return the values of the template."""
     jobs, settings, keys = sweep.jobs, grouped(sweep.jobs), varying(sweep.jobs)
-    limit, top = find_sweep_limit(sweep), best(jobs)
+    frontier, top = find_sweep_frontier(sweep), best(jobs)
     winner = top.finished[0].run if top else None
     begun = [setting for setting in settings if any(job.run.metrics for job in setting.jobs)]
     links = {job.name: {"text": job.label(keys), "page": _page(job, sweep)} for job in jobs}
@@ -95,8 +95,8 @@ def _values(sweep: Sweep) -> dict[str, Any]:
         "again": repeat_command(winner) if winner else "",
         "objective": next((m for m in OBJECTIVES if winner and winner.series(m)), ""),
         "averaged": AVERAGED,
-        "pictures": _pictures(settings, jobs, limit),
-        "limit": limit,
+        "pictures": _pictures(settings, jobs, frontier),
+        "frontier": frontier,
         "tables": _tables(jobs, settings, links),
         "warnings": [(*key, warned[key]) for key in sorted(warned)],
         "curves": list(_overlays(begun, keys)),
@@ -106,19 +106,19 @@ def _values(sweep: Sweep) -> dict[str, Any]:
 
 
 def _pictures(
-    settings: Sequence[Setting], jobs: Sequence[Job], limit: Limit | None
+    settings: Sequence[Setting], jobs: Sequence[Job], frontier: Frontier | None
 ) -> dict[str, str]:
     """Draw reward and held-out metrics against KL; buttons switch between them."""
     by = {"reward": REWARD, "accuracy": ACCURACY, "held-out reward": EVAL_REWARD}
-    if limit:  # its metrics come first
+    if frontier:  # its metrics come first
         by["reward"] = by.pop("reward")
     by = {name: metric for name, metric in by.items() if any(s.spots(metric) for s in settings)}
     size = {"width": 420, "height": 320}
-    pictures = {name: frontier(jobs, by=metric, limit=limit, **size) for name, metric in by.items()}
+    pictures = {n: draw_sweep(jobs, by=m, frontier=frontier, **size) for n, m in by.items()}
     metric = by.get("accuracy", REWARD)
     moved = (job for job in jobs if (job.reached[DRIFT] or 0.0) > MOVES)
     if any(job.reached[metric] is not None for job in moved):
-        pictures["KL to the sampler"] = frontier(jobs, by=metric, sampler=True, **size)
+        pictures["KL to the sampler"] = draw_sweep(jobs, by=metric, sampler=True, **size)
     return pictures
 
 

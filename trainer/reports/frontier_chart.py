@@ -3,7 +3,7 @@
 A sweep has a point per setting. Bars span the seeds. The line joins the Pareto points of finished
 settings. A cross is the model before training. The KL axis has a square-root scale, as in Gao et
 al. 2022 (Scaling Laws for Reward Model Overoptimization, arXiv:2210.10760), where a distance is the
-root of a KL. The optimal frontier (trainer/limit.py) needs the samples of mode=frontier.
+root of a KL. The optimal frontier (trainer/frontier.py) needs the samples of mode=frontier.
 """
 
 import math
@@ -16,16 +16,17 @@ from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from trainer.limit import (
+from trainer.frontier import (
     ACCURACY,
     EVAL_KL,
     EVAL_REWARD,
     FILE,
+    MIN_KL,
     Curve,
-    Limit,
+    Frontier,
     best_of,
     most_kl_of_best_of,
-    read_limit,
+    read_frontier,
 )
 from trainer.reports.chart import Axis, Box, Chart, text_width
 from trainer.reports.summary import hydra_path
@@ -57,23 +58,23 @@ LABELS = {REWARD: "reward", ACCURACY: "accuracy", EVAL_REWARD: "held-out reward"
 HUE = "var(--hue3)"  # of the optimal frontier
 
 
-def frontier(
+def draw_sweep(
     jobs: Sequence[Job],
     *,
     width: int,
     height: int,
     by: str = REWARD,
-    limit: Limit | None = None,
+    frontier: Frontier | None = None,
     sampler: bool = False,
 ) -> str:
     """Draw reward (or `by` a held-out metric) against KL, one labelled point per setting.
 
-    A held-out metric is drawn with its `limit`, if known. With `sampler` the KL is to the sampling
-    policy.
+    A held-out metric is drawn with its `frontier`, if known. With `sampler` the KL is to the
+    sampling policy.
     """
     if sampler:
         jobs = [_to_the_sampler(job) for job in jobs]
-    limit = None if sampler or by == REWARD else limit
+    frontier = None if sampler or by == REWARD else frontier
     placed = [setting for setting in grouped(jobs) if setting.spots(by)]
     if not placed:
         raise ValueError(f"expected a job with {by} and kl/ref_sequence, got none")
@@ -85,7 +86,7 @@ def frontier(
         "hollow: beaten in both": any(s.finished and s not in line for s in placed),
         "dashed: unfinished": any(not s.finished for s in placed),
         "cross: before training": begin,
-        "upper line: the best there is; diamonds: best of 2, 4 ... replies": limit,
+        "upper line: the best there is; diamonds: best of 2, 4 ... replies": frontier,
     }
     title, unit = TITLES[by]
     title = title.replace("reference", "sampler") if sampler else title
@@ -95,7 +96,7 @@ def frontier(
         chart.text(2, chart.top - 4, text)
     spots = [spot for setting in placed for spot in setting.spots(by)]
     kls, values = zip(*spots, *([begin] if begin else []), strict=True)
-    lines = LimitLines(limit, by, most=max(kls)) if limit else None
+    lines = FrontierLines(frontier, by, most=max(kls)) if frontier else None
     per = "token" if sampler else "reply"
     kl_axes(chart, max(kls), [*values, *(lines.range if lines else [])], per=per)
     taken: list[Box] = []  # points, bars and labels that no new label may cover
@@ -119,15 +120,15 @@ def frontier(
     return chart.svg()
 
 
-def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> str:
+def draw_run(run: Run, frontier: Frontier, *, width: int = 360, height: int = 260) -> str:
     """Draw the path of a run's evaluations below the optimal frontier."""
-    points = held_out(run, limit.metric)
+    points = held_out(run, frontier.metric)
     if not points:
         return ""
-    label = "accuracy" if limit.metric == ACCURACY else "reward"
+    label = "accuracy" if frontier.metric == ACCURACY else "reward"
     iterations, values, spent = zip(*points, strict=True)
     kls = [max(kl, 0.0) for kl in spent]
-    lines = LimitLines(limit, limit.metric, most=max(*kls, 0.5))
+    lines = FrontierLines(frontier, frontier.metric, most=max(*kls, 0.5))
     unit = "line: the best there is; diamonds: best of 2, 4 ... replies"
     title = f"{label.capitalize()} against KL, held-out prompts"
     chart = Chart(title, unit, width=width, height=height)
@@ -136,7 +137,7 @@ def picture(run: Run, limit: Limit, *, width: int = 360, height: int = 260) -> s
     dashed = "stroke:var(--hue0);stroke-width:1;stroke-dasharray:2 4"
     chart.path(zip(kls, values, strict=True), dashed)
     for iteration, value, kl in zip(iterations, values, kls, strict=True):
-        got = limit.efficiency(limit.metric, value, kl)
+        got = frontier.efficiency(frontier.metric, value, kl)
         share = "" if got is None else f", efficiency {got:.2f}"
         tip = f"iteration {iteration:g}: {label} {value:.3f}, KL {kl:.3f}{share}"
         chart.dot(kl, value, "fill:var(--hue0)", radius=4, tip=tip)
@@ -165,11 +166,11 @@ def pareto(settings: Sequence[Setting], by: str = REWARD) -> list[Setting]:
     return front
 
 
-class LimitLines:
-    """The curves of a limit in a picture, up to a KL of `most` nats."""
+class FrontierLines:
+    """The curves of a frontier in a picture, up to a KL of `most` nats."""
 
-    def __init__(self, limit: Limit, metric: str, *, most: float) -> None:
-        values, bounds = limit.of(metric), limit.band(metric).curve()
+    def __init__(self, frontier: Frontier, metric: str, *, most: float) -> None:
+        values, bounds = frontier.of(metric), frontier.band(metric).curve()
         self.curve = Curve(*(side[bounds.kl <= most] for side in vars(bounds).values()))
         powers = (2**i for i in range(1, values.shape[1].bit_length()) if 2**i <= values.shape[1])
         best_kls = ((k, most_kl_of_best_of(k)) for k in powers)
@@ -264,14 +265,16 @@ def _root_ticks(axis: Axis) -> list[float]:
     return [0.0, *chosen]
 
 
-def caption(run: Run, limit: Limit) -> str:
+def caption(run: Run, frontier: Frontier) -> str:
     """Return the efficiency of the last evaluation, and the samples behind the line."""
-    got = efficiency(run, limit)
-    text = "no KL efficiency" if got is None else f"KL efficiency {got:.2f}"
-    return f"{text}; 1 is on the line ({limit.about()}; {limit.ends()})"
+    got, (_, _, kl) = efficiency(run, frontier), held_out(run, frontier.metric)[-1]
+    why = "it lies beyond the end of the line" if kl > MIN_KL else "its KL is about 0"
+    text = f"The run has no KL efficiency, because {why}."
+    text = text if got is None else f"KL efficiency {got:.2f}; on the line it is 1."
+    return f"{text} {frontier.about()}"
 
 
-def sample_limit(folder: Path, samples: int) -> None:
+def sample_frontier(folder: Path, samples: int) -> None:
     """Sample the reference of a run or a sweep, and write frontier.json into its folder."""
     jobs = load_jobs(folder)
     if not comparable(jobs):
@@ -280,7 +283,7 @@ def sample_limit(folder: Path, samples: int) -> None:
             "to evaluate, got others; name one of them"
         )
     run = next((job.run.folder for job in jobs if job.run.metrics), jobs[0].run.folder)
-    known = read_limit(folder / FILE) if (folder / FILE).is_file() else None
+    known = read_frontier(folder / FILE) if (folder / FILE).is_file() else None
     if known is not None and known.success.shape[1] >= samples and has_same_rows(known, run):
         return  # the existing samples are at least as precise
     with TemporaryDirectory(dir=folder, prefix=".frontier") as aside:  # a job may have its own file

@@ -32,6 +32,7 @@ ACCURACY, EVAL_REWARD, EVAL_KL = "eval/sampled_accuracy", "eval/reward", "eval/k
 FILE = "frontier.json"  # of a run or a sweep: samples of the reference
 Array = NDArray[np.float64]
 NUM_POINTS = 80  # of a curve
+MIN_KL = 1e-3  # nats; no efficiency is computed below
 MAX_MISSING = 0.1  # share of the resamples that may end below a value
 
 
@@ -198,7 +199,7 @@ def most_kl_of_best_of(k: int) -> float:
 
 
 @dataclass(frozen=True)
-class Limit:
+class Frontier:
     """Reward and success [prompts, replies] of the reference on held-out prompts."""
 
     reward: Array
@@ -207,7 +208,7 @@ class Limit:
     bands: dict[str, ConfidenceBand] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of_samples(cls, content: Any) -> "Limit | None":
+    def of_samples(cls, content: Any) -> "Frontier | None":
         """Return that of a frontier.json's contents; None if they are damaged."""
         try:
             reward, success = (np.array(content[n], np.float64) for n in ("reward", "success"))
@@ -235,7 +236,7 @@ class Limit:
 
     def efficiency(self, metric: str, value: float, kl: float) -> float | None:
         """Return (least KL for a value) / KL; None if unknown or if KL is about 0."""
-        least = self.band(metric).least_kl(value) if kl > 1e-3 else None
+        least = self.band(metric).least_kl(value) if kl > MIN_KL else None
         return None if least is None else least / kl
 
     def efficiency_of(self, scores: Mapping[str, float]) -> float | None:
@@ -244,24 +245,20 @@ class Limit:
         return self.efficiency(self.metric, scores[self.metric], scores[EVAL_KL]) if known else None
 
     def about(self) -> str:
-        """Return a description of the samples."""
+        """Describe the samples behind the line, and how to extend it."""
         prompts, replies = self.success.shape
-        text = f"{replies} replies of the reference to each of {prompts} held-out prompts"
+        text = f"The line comes from {replies} replies of the reference to each of {prompts} "
+        text += f"held-out prompts, and --frontier {8 * replies} extends it (docs/kl.md)."
         if self.success.any():
             none = int((self.success.max(1) == 0).sum())  # their frontier is unknown
-            text += f", of which {self.success.mean():.2f} are right"
-            text += f"; none on {none} of them" if none else ""
+            text += f" {self.success.mean():.0%} of the replies are right"
+            text += f"; prompts without a right reply: {none}." if none else "."
         return text
 
-    def ends(self) -> str:
-        """Return a sentence on the end of the curve and how to extend it."""
-        more = 8 * self.success.shape[1]
-        return f"the line ends where these do (--frontier {more} for more): docs/kl.md"
 
-
-def read_limit(path: Path) -> Limit | None:
+def read_frontier(path: Path) -> Frontier | None:
     """Read a frontier.json, None of a damaged one."""
     try:
-        return Limit.of_samples(json.loads(path.read_text(encoding="utf-8")))
+        return Frontier.of_samples(json.loads(path.read_text(encoding="utf-8")))
     except ValueError:  # truncated file
         return None

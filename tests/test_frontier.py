@@ -1,4 +1,4 @@
-"""The limit: by enumeration, brute force and the closed form of 0/1 rewards; and on the pages."""
+"""The frontier: by enumeration, brute force and the closed form of 0/1 rewards; on the pages."""
 
 import csv
 import itertools
@@ -16,7 +16,7 @@ from runs import lines
 from small_runs import IN_ITERATION_2, Counted, Unjudged, stop, train
 
 from trainer.evaluation import Efficiency
-from trainer.limit import ConfidenceBand, best_of, least_kl, most_kl_of_best_of, optimum
+from trainer.frontier import ConfidenceBand, best_of, least_kl, most_kl_of_best_of, optimum
 from trainer.reports.__main__ import main
 from trainer.reports.report import write_report
 from trainer.reports.sweep_page import sweep_svg, write_sweep
@@ -101,7 +101,7 @@ def test_the_best_of_k_is_the_mean_over_all_picks_and_its_kl_is_bounded():
             assert exact == pytest.approx(most_kl_of_best_of(k), abs=0.01)
     rewards = np.sort(np.random.default_rng(0).normal(size=(4, 512)))
     drawn = ConfidenceBand(rewards, draws=0).curve()
-    for k in (2, 4, 16):  # no best-of-k passes the limit
+    for k in (2, 4, 16):  # no best-of-k passes the frontier
         assert best_of(rewards, k) <= np.interp(most_kl_of_best_of(k), drawn.kl, drawn.value) + 1e-3
 
 
@@ -161,7 +161,7 @@ REWARD = [[2.0 * right for right in row] for row in SUCCESS]
 LEAST, ACCURACY = (2 / 3 * found for found in kl_of_rates(np.array([0.25, 0.5]), 3.0))
 
 
-def write_limit(folder: Path, success=SUCCESS, reward=REWARD, asked: int = 3) -> None:
+def write_frontier(folder: Path, success=SUCCESS, reward=REWARD, asked: int = 3) -> None:
     values = {"asked": asked, "success": success, "reward": reward}
     (folder / "frontier.json").write_text(json.dumps(values))
 
@@ -189,7 +189,7 @@ def efficiencies(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("right", [True, False])
 def test_efficiency_is_the_least_kl_over_what_was_spent(tmp_path, right):
     """By accuracy, and by reward where nothing is right or wrong."""
-    write_limit(write_jobs(tmp_path, right=right), SUCCESS if right else [[0] * 512] * 3)
+    write_frontier(write_jobs(tmp_path, right=right), SUCCESS if right else [[0] * 512] * 3)
     found = efficiencies(tmp_path)
     # a bootstrap took off what 512 err
     assert float(found.pop("1.0")) == pytest.approx(0.5, abs=0.01)
@@ -197,11 +197,11 @@ def test_efficiency_is_the_least_kl_over_what_was_spent(tmp_path, right):
     picture = tmp_path / "a.svg"  # replies that are there are not sampled again
     assert main([str(tmp_path), "--frontier", "512", "--svg", str(picture)]) == 0
     write_status(tmp_path / "kl.coeff=1", state="finished", held_out=100)
-    assert efficiencies(tmp_path)["1.0"] == "", "a limit of other rows judges no run"
+    assert efficiencies(tmp_path)["1.0"] == "", "a frontier of other rows judges no run"
 
 
-def test_points_stand_at_the_kl_of_the_replies_that_they_are_of_below_the_limit(tmp_path):
-    write_limit(write_jobs(tmp_path))
+def test_points_stand_at_the_kl_of_the_replies_that_they_are_of_below_the_frontier(tmp_path):
+    write_frontier(write_jobs(tmp_path))
     drawn = Picture(sweep_svg(tmp_path))
     point = f"accuracy {ACCURACY:.3f}, KL {2 * LEAST:.3f}"
     assert f"1.0: {point}" in drawn.tips
@@ -210,6 +210,8 @@ def test_points_stand_at_the_kl_of_the_replies_that_they_are_of_below_the_limit(
     page = Page(write_report(tmp_path / "kl.coeff=1"))
     drawn = page.charts()["Accuracy against KL, held-out prompts"]
     assert f"iteration 1: {point}, efficiency 0.49" in drawn.tips
+    beyond = Page(write_report(tmp_path / "kl.coeff=0")).texts
+    assert any("it lies beyond the end of the line. The line comes from" in t for t in beyond)
     scores = {"eval/sampled_accuracy": ACCURACY, "eval/kl_ref_sequence": 2 * LEAST}
     judge = Efficiency(512, tmp_path)
     assert judge(scores, 3) == {"kl/efficiency": pytest.approx(0.5, abs=0.01)}
@@ -217,11 +219,11 @@ def test_points_stand_at_the_kl_of_the_replies_that_they_are_of_below_the_limit(
 
 
 @pytest.mark.runs
-def test_a_run_with_a_limit_judges_its_evaluations_and_goes_on_so(tmp_path):
-    """The replies before training are the limit's; what was stopped and resumed logs the same."""
-    train(tmp_path / "whole", limit=16)
-    assert "stopped" in train(tmp_path / "cut", Counted(64 + IN_ITERATION_2, stop), limit=16)
-    train(tmp_path / "cut", resume=True, limit=16)
+def test_a_run_with_a_frontier_judges_its_evaluations_and_goes_on_so(tmp_path):
+    """It samples before training; a run that is stopped and resumed logs the same."""
+    train(tmp_path / "whole", frontier=16)
+    assert "stopped" in train(tmp_path / "cut", Counted(64 + IN_ITERATION_2, stop), frontier=16)
+    train(tmp_path / "cut", resume=True, frontier=16)
     whole, cut = (lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
     judged = [row["progress/iteration"] for row in whole if "kl/efficiency" in row]
     assert judged == [2, 4], whole
@@ -229,5 +231,5 @@ def test_a_run_with_a_limit_judges_its_evaluations_and_goes_on_so(tmp_path):
     kept = json.loads((tmp_path / "whole" / "frontier.json").read_text())
     assert kept["rows"] == [0, 1, 2, 3]
     assert {len(row) for row in kept["success"]} == {16}
-    train(tmp_path / "dropped", Unjudged(), limit=4)
+    train(tmp_path / "dropped", Unjudged(), frontier=4)
     assert not (tmp_path / "dropped" / "frontier.json").exists(), "no row has a reward"
