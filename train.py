@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 for name in ("conf", "envs", "policies", "trainer"):
-    ours = Path(__file__).resolve().parent / name / "__init__.py"
     origin = Path(getattr(find_spec(name), "origin", None) or name).resolve()
-    if origin != ours:  # python -m train beside them
-        sys.exit(f"error: {name} is {origin}, not {ours}; rename yours")
+    if origin != Path(__file__).resolve().parent / name / "__init__.py":  # beside python -m train
+        sys.exit(f"error: {name} is {origin}, not that of leash; rename yours")
 try:
     from omegaconf import DictConfig, OmegaConf
 
@@ -26,10 +25,7 @@ except ModuleNotFoundError as missing:  # probably the system's Python
 
 
 def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float:
-    """Build a run and execute its mode; return the sweep metric (preflight: number of problems).
-
-    `observers`: trainer.Observer objects in addition to those of the configuration.
-    """
+    """Execute the mode of a run; return the sweep metric (preflight: number of problems)."""
     import policies
     import trainer
     from policies.cache import sha256_of_inputs

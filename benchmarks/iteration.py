@@ -110,8 +110,8 @@ def floor(config: dict[str, Any], model: Path, logged: list[dict[str, float]]) -
     prompts = config["trainer"]["prompts_per_iteration"]
     replies = prompts * config["algorithm"]["group_size"]
     length = fmean(row["response/length_mean"] for row in logged)
-    kept = round(replies * length)
-    read = round(logged[-1]["progress/tokens"] / len(logged) / replies - length) * prompts + kept
+    replied = round(replies * length)
+    read = round(logged[-1]["progress/tokens"] / len(logged) / replies - length) * prompts + replied
     layers = [torch.randn(size, dtype=dtype) for size in linear_sizes(shape)]
     head = torch.randn(shape.vocab_size, shape.hidden_size, dtype=dtype)
 
@@ -123,12 +123,12 @@ def floor(config: dict[str, Any], model: Path, logged: list[dict[str, float]]) -
                 y @ weight, y.T @ x
 
     def work() -> None:
-        products(read - kept, layers)
+        products(read - replied, layers)
         for _ in range(round(length) - 1):
             products(replies, [*layers, head])
         for backward in (False, True):
             products(read, layers, backward=backward)
-            products(kept, [head], backward=backward)
+            products(replied, [head], backward=backward)
 
     return seconds(work, 1)
 

@@ -137,7 +137,7 @@ class _Sliced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states, weight, bias, reads, target, scale, entropy, learn, keep):  # type: ignore[override]
         """Return the columns; `reads` are (head, states) of the policy and of the reference."""
-        size, parts, norms, kept = min(len(head.weight) for head, _ in reads), [], [], []
+        size, parts, norms, saved = min(len(head.weight) for head, _ in reads), [], [], []
         for at in _slices(len(target), len(weight), target.device):
             outputs = [head.product(states[at]) for head, states in reads]  # [k, V]
             both = [
@@ -151,14 +151,14 @@ class _Sliced(torch.autograd.Function):
             full = full_kl(mine, *theirs, probs=probs) if theirs else None
             mass = probs[:, :size].sum(-1) if theirs and size < len(weight) else None
             parts.append((log_prob, spread, full, mass))
-            kept.append(outputs if keep else [])
+            saved.append(outputs if keep else [])
         *columns, mass = [
             torch.cat(c) if c[0] is not None else None for c in zip(*parts, strict=True)
         ]
         ctx.save_for_backward(states, weight, bias, *columns[1:])
         norms = [torch.cat(n)[:, None] for n in zip(*norms, strict=True)]  # [K, 1] of each
         ctx.inputs = reads, target, scale, norms, 1 if mass is None else mass[:, None]
-        ctx.kept = list(zip(*kept, strict=True))  # of each distribution the slices, none if empty
+        ctx.saved = list(zip(*saved, strict=True))  # of each distribution the slices, none if empty
         ctx.set_materialize_grads(False)
         if entropy and not learn:
             ctx.mark_non_differentiable(columns[1])
@@ -182,8 +182,8 @@ class _Sliced(torch.autograd.Function):
 
         def logits(number: int, at: slice) -> Tensor:
             head, hidden = reads[number]
-            if ctx.kept:
-                return head.finish(torch.cat([x[:, at] for x in ctx.kept[number]]))
+            if ctx.saved:
+                return head.finish(torch.cat([x[:, at] for x in ctx.saved[number]]))
             return head.columns(at)(hidden)
 
         for at in _slices(len(weight), len(target), target.device):

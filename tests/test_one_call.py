@@ -100,7 +100,7 @@ REFUSED = [
     ({"trainer": {"num_iterations": 0}}, r"trainer\.num_iterations"),
     ({"launch": {"num_processes": 2}}, r"launch\.num_processes"),
     ({"env": {"max_turns": 0}}, r"env\.max_turns"),
-    ({"rows": []}, "empty"),
+    ({"rows": []}, "no data"),
     ({"rows": "rows.jsonl"}, r"got a str; .*load_dataset"),
     ({"rows": Path("rows")}, r"list of rows, got a PosixPath"),
     ({"rows": ["a", None]}, "row 1, prompt"),
