@@ -76,9 +76,9 @@ def measure(scorer: Scorer, sizes: dict[str, int], limit: int) -> list[tuple[flo
 
 def cell(points: list[int], values: Sequence[float], digits: int) -> str:
     """Return the values and the exponent of their growth."""
-    half = len(points) // 2
+    half = (len(points) - 1) // 2
     x, y = ([math.log(max(v, 1e-3)) for v in column[half:]] for column in (points, values))
-    slope = statistics.linear_regression(x, y).slope
+    slope = statistics.linear_regression(x, y).slope if len(x) > 1 else math.nan
     return f"{' '.join(f'{v:.{digits}f}' for v in values)} ({slope:.2f})"
 
 
