@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 NAMES = ("response", "assistant", "prompt", "attention")
 SLICE = 2**22  # logits held at a time, over the kept tokens: 16 MB of float32, more on a GPU
-KEPT = 2**28  # bytes of outputs of the head that the backward may keep
+SAVED = 2**28  # bytes of outputs of the head that the backward may keep
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class TokenDistribution:
         both = [self] if reference is None else [self, reference]
         reads = [(d.head.cast(), d.states.detach()) for d in both]
         count = sum(len(states) * len(head.weight) for head, states in reads)
-        keep = torch.is_grad_enabled() and count * reads[0][0].weight.itemsize <= KEPT
+        keep = torch.is_grad_enabled() and count * reads[0][0].weight.itemsize <= SAVED
         inputs = reads, value[self.mask], self.scale, entropy or learn, learn, keep
         columns = _Sliced.apply(self.states, self.head.weight, self.head.bias, *inputs)
         return Scores(*(None if c is None else placed(c, self.mask) for c in columns))

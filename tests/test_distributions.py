@@ -280,7 +280,7 @@ def test_logits_of_whole_sequences_never_exist(monkeypatch, wanted):
 
     assert peak_bytes(run) > whole, "the meter sees logits"
     monkeypatch.setattr(token_distribution, "SLICE", 4 * width)
-    monkeypatch.setattr(token_distribution, "KEPT", 0)
+    monkeypatch.setattr(token_distribution, "SAVED", 0)
     assert peak_bytes(run) < 0.25 * whole
 
 
@@ -288,7 +288,7 @@ def test_logits_of_whole_sequences_never_exist(monkeypatch, wanted):
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("rows", [6, 9, 12])  # of the reference's vocabulary; the policy's has 9
 def test_the_gradient_of_the_slices_is_that_of_whole_logits(monkeypatch, cap, rows, kept):
-    monkeypatch.setattr(token_distribution, "KEPT", kept)
+    monkeypatch.setattr(token_distribution, "SAVED", kept)
     monkeypatch.setattr(token_distribution, "SLICE", 10)
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
     ids, keep = torch.tensor([[1, 8, 2], [5, 0, 3]]), torch.tensor([[0, 1, 1], [1, 0, 1]]).bool()
