@@ -132,10 +132,14 @@ class _Unlisted(dict):
     def keys(self) -> Any:
         return [name for name in self if name[0] != "_"]
 
+    def __deepcopy__(self, memo: dict) -> "_Unlisted":
+        return self  # Hydra copies the store for each group and only reads it: 1 s of --help
+
 
 def register() -> None:
     """Store the schema in Hydra: the root, each group, and each file with additional keys."""
     store, groups = ConfigStore.instance(), {}
+    store.repo = _Unlisted(store.repo)
     for part, tree in declared().items():
         group, _, file = part.partition("=")
         if group == "root":
