@@ -39,7 +39,6 @@ SAME = {
     "kl.reference": None,
     "policy.lora.r": 0,
     "policy.stop": [],
-    "policy.autocast": None,
     "policy.dtype": "float32",
     "policy.chat_template": None,
     "policy.system_prompt": None,
@@ -90,8 +89,8 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "entropy_coef": algorithm["entropy_coeff"],
         "max_grad_norm": config["optimizer"]["max_grad_norm"],
         "gradient_checkpointing": policy["gradient_checkpointing"],
-        "bf16": False,
-        "use_cpu": True,
+        "bf16": policy["autocast"] == "bfloat16",
+        "use_cpu": policy["device"] == "cpu",
         "shuffle_dataset": False,  # the rows come in leash's order
         "disable_dropout": True,
         "logging_steps": 1,
