@@ -28,6 +28,7 @@ from benchmarks.measure import ROOT
 from benchmarks.yardstick import BOTH, QUIET
 from policies.models import EMBEDDED, find_model
 from trainer.runs.run_files import load_run, read_lines
+from trainer.runs.versions import about_machine
 
 GPUS = torch.cuda.device_count()
 PLACE = ROOT / "outputs" / "gpu_check"
@@ -40,7 +41,8 @@ WORDS = (
     f" trainer.prompts_per_iteration=16 algorithm.minibatches={STEPS}"
 )
 SHORT = "trainer.num_iterations=2"
-QWEN = f"policy.model={SHAPES} policy.autocast=bfloat16 policy.max_new_tokens=128" if GPUS else ""
+QWEN = f"policy.model={SHAPES} policy.autocast=bfloat16 policy.max_new_tokens=128"
+FIGURES = f"{QWEN} trainer.prompts_per_iteration=8" if GPUS else ""
 # Tolerances, (relative, absolute) if two: of all metrics of several ranks, of the first iteration
 # in bfloat16, of kl/mismatch (nats per token, docs/metrics.md), of the preflight's memory.
 RANKS = (1e-3, 1e-4)
@@ -54,8 +56,8 @@ Answer = tuple[bool | str, str]  # passed, or another result; figure
 def call(name: str, *command: object, gpus: int = 1, check: bool = True) -> str:
     """Run a command that sees that many GPUs; return its output, which <name>.log keeps."""
     ids = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(ids.split(",")[: min(gpus, GPUS)])}
-    env |= {} if GPUS else CPU
+    env = os.environ | ({} if GPUS else CPU)
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(ids.split(",")[: min(gpus, GPUS)])
     with (log := PLACE / f"{name}.log").open("w") as out:
         code = subprocess.call([*map(str, command)], cwd=ROOT, env=env, stdout=out, stderr=out)
     text = log.read_text()
@@ -113,11 +115,9 @@ def resume() -> Answer:
     train("resumed", f"{SHORT} checkpoint.every=2")
     words = f"resume={PLACE / 'resumed'}", "trainer.num_iterations=4"
     call("resume", sys.executable, "train.py", *words)
-    both = zip_longest(train("float32"), metrics("resumed"), fillvalue={})
-    texts = [[json.dumps(measured(row)) for row in pair] for pair in both]
-    differ = [number for number, (a, b) in enumerate(texts, 1) if a != b]
-    figure = f"iterations {differ} differ" if differ else f"{len(texts)} iterations are equal"
-    return not differ, f"{figure}, resumed after 2"
+    runs = [map(json.dumps, map(measured, rows)) for rows in (train("float32"), metrics("resumed"))]
+    same = [one == two for one, two in zip_longest(*runs)]
+    return all(same), f"resumed after 2: {', '.join(['differs', 'equal'][each] for each in same)}"
 
 
 def vllm() -> Answer:
@@ -127,14 +127,14 @@ def vllm() -> Answer:
     rows = train("vllm", f"{SHORT} policy.engine=vllm", python=str(python))
     probes = [(row["sync/probe_before"], row["sync/probe"]) for row in rows]
     mismatch = max(row["kl/mismatch"] for row in rows)
-    good = len(rows) == 2 and all(after < FLOAT32 < before for before, after in probes)
+    good = len(rows) == 2 and all(after < min(before, FLOAT32) for before, after in probes)
     moved = ", ".join(f"{before:.1g} -> {after:.1g}" for before, after in probes)
     return good and mismatch < FLOAT32, f"kl/mismatch {mismatch:.1g}, sync/probe {moved}"
 
 
 def leash() -> Answer:
     """Return medians without the first iteration, which warms up."""
-    rows = train("figures", QWEN)[1:]
+    rows = train("figures", FIGURES)[1:]
     named = {"rollout": "collect", "score": "score", "update": "update", "in all": "iteration"}
     parts = [f"{a} {median(row[f'time/{b}_s'] for row in rows):.3g} s" for a, b in named.items()]
     mfu = [f"MFU {median(row['perf/mfu'] for row in rows):.1%}"] if "perf/mfu" in rows[0] else []
@@ -146,7 +146,7 @@ def trl() -> Answer:
     """Return the same of TRL: steps without a rollout are updates alone."""
     if not (python := ROOT / ".venv-trl/bin/python").exists():
         return "not run", "no .venv-trl (make .venv-trl/.ready)"
-    train("figures", QWEN)
+    train("figures", FIGURES)
     model = load_run(PLACE / "figures").status["model"]["name"]
     call("trl", python, "-m", "benchmarks.yardstick_trl", PLACE / "figures", model, PLACE / "trl")
     lines = [line for line in read_lines(PLACE / "trl" / "log.jsonl") if "step_time" in line]
@@ -158,11 +158,16 @@ def trl() -> Answer:
 
 
 def memory() -> Answer:
-    words = (*WORDS.split(), *QWEN.split(), "preflight=true", f"output_dir={PLACE / 'preflight'}")
+    words = (
+        *WORDS.split(),
+        *FIGURES.split(),
+        "preflight=true",
+        f"output_dir={PLACE / 'preflight'}",
+    )
     text = call("preflight", sys.executable, "train.py", *words, check=False)
     found = re.findall(r"^ +(?:generate|score|update) .* ([\d.]+) ([MG])iB$", text, re.M)
     most = max((float(size) / (1024 if unit == "M" else 1) for size, unit in found), default=0)
-    peak = max(row["perf/peak_memory_gib"] for row in train("figures", QWEN))
+    peak = max(row["perf/peak_memory_gib"] for row in train("figures", FIGURES))
     return peak <= MEMORY * most, f"peak {peak:.2f} GiB, forecast {most:.2f} GiB"
 
 
@@ -206,8 +211,7 @@ def main() -> int:
         result = {True: "pass", False: "FAIL"}.get(result, result)
         rows.append((name, result, figure, f"{time.perf_counter() - start:.0f}"))
         print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
-    status = PLACE / "float32" / "status.json"
-    about = json.loads(status.read_text()).get("machine", {}) if status.exists() else {}
+    about = about_machine(torch.device("cuda" if GPUS else "cpu"), max(GPUS, 1))
     if GPUS:
         query = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv")
         about["GPUs"] = "; ".join(call("smi", *query, check=False).splitlines()[1:])
