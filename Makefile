@@ -6,7 +6,7 @@ PIP_IN := bin/pip install --disable-pip-version-check -q
 PIP := .venv/$(PIP_IN)
 ARGS ?=
 
-.PHONY: help setup run test test-runs lint bench test-learn test-reliability test-scale neutral mutants test-ray test-others test-peers test-vllm test-floors test-browser yardstick docs clean
+.PHONY: help setup run test test-runs lint bench gpu-check test-learn test-reliability test-scale neutral mutants test-ray test-others test-peers test-vllm test-floors test-browser yardstick docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -110,6 +110,9 @@ test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual 
 bench: .venv/.ready-dev  ## timings, as ratios to a floor in the same run
 	$(BIN)/python -m benchmarks.iteration $(ARGS)
 	$(BIN)/python -m benchmarks.head
+
+gpu-check: .venv/.ready  ## real runs on the GPUs, else at CPU size: pass or fail, and figures
+	$(BIN)/python -m benchmarks.gpu_check
 
 yardstick: .venv/.ready-dev .venv-trl/.ready  ## the same training by leash and by TRL, into docs/yardstick.md (half an hour)
 	$(BIN)/python -m benchmarks.yardstick $(ARGS)

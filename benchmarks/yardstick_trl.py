@@ -91,7 +91,6 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "max_grad_norm": config["optimizer"]["max_grad_norm"],
         "gradient_checkpointing": policy["gradient_checkpointing"],
         "bf16": policy["autocast"] == "bfloat16",
-        "use_cpu": True,
         "shuffle_dataset": False,  # the rows come in leash's order
         "disable_dropout": True,
         "logging_steps": 1,
@@ -166,7 +165,8 @@ def train(config: Mapping[str, Any], start: Path, folder: Path) -> None:
         {"prompt": [rows[i]["messages"] for i in chosen], "row": chosen}  # in the order of leash
     )
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
-    arguments = settings(config)
+    cpu = config["policy"]["device"] == "cpu" or not torch.cuda.is_available()
+    arguments = {**settings(config), "use_cpu": cpu}
     adamw = {name: optim[name] for name in ("lr", "eps", "weight_decay")}
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=tuple(optim["betas"]), fused=True, **adamw
