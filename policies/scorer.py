@@ -17,7 +17,6 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from policies import attention as attention  # registered where a scorer is unpickled
 from policies import layout
 from policies.padding import predicted
 from policies.token_distribution import Head, Scores, TokenDistribution, placed
@@ -75,11 +74,6 @@ class Scorer(nn.Module):
         self, model: nn.Module, *, share_prompts: bool = True, autocast: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        if not hasattr(model, "config"):
-            wanted = "expected a causal language model of transformers, with a config"
-            raise ValueError(
-                f"{wanted}, got {type(model).__name__}; derive it from PreTrainedModel"
-            )
         self.model, self.autocast = model, autocast
         self.critic: Critic | None = None  # gives values from the same forward
         self.share_prompts = share_prompts and layout.takes_masks(model.config)
@@ -181,8 +175,11 @@ class Scorer(nn.Module):
     def check_packing(self) -> None:
         """Raise where packed sequences could not be kept apart."""
         if not layout.takes_masks(self.model.config):
-            kind = type(self.model).__name__
-            raise ValueError(f"{kind} cannot score packed sequences; use pad_model_input=True")
+            kind = getattr(self.model.config, "_attn_implementation", None)
+            fault = (
+                f"{type(self.model).__name__} with {kind} attention cannot score packed sequences"
+            )
+            raise ValueError(f"{fault}; use pad_model_input=True or algorithm.packing=false")
 
     def _nothing(self, tokens: Tensor, entropy: bool, full: bool) -> Scores:
         """Return zeros that touch every parameter, so that ranks without rows keep in step."""
