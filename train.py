@@ -92,6 +92,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
             ),
             num_iterations=total,
             num_logged_replies=cfg.tracker.get("replies", "0"),
+            profile=list(cfg.trainer.profile),
             early_stopping=build.make_early_stopping(cfg.trainer),
             inputs=sha256_of_inputs(config),
             parts=trainer.resuming.stateful_parts(

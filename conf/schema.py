@@ -19,6 +19,7 @@ TYPES: dict[str, tuple[Any, str]] = {  # with their names in messages
     "bool": (bool, "true or false"),
     "str": (str, "a text"),
     "list of str": (list[str], "a list, [a, b]"),
+    "list of int": (list[int], "a list, [1, 2]"),
     "list of float": (list[float], "a list, [a, b]"),
     "dict": (dict[str, Any], "keys with values, {a: 1}"),
     "any": (Any, "anything"),  # a typed dict that is null would not accept {...}

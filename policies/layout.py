@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policies.attention import NAME
 from policies.padding import pad, positions, unpad
 
 # Families whose forward takes position ids and an explicit 4-D mask; checked in the tests.
@@ -26,7 +27,8 @@ WIDEST = 4096  # maximal number of tokens in a shared row
 def takes_masks(config: Any) -> bool:
     """Return whether `shared` and `packed` work: the model uses position ids and a 4-D mask."""
     family, kinds = getattr(config, "model_type", None), getattr(config, "layer_types", None)
-    return family in SHARES_PROMPTS and "sliding_attention" not in (kinds or ())
+    boolean = getattr(config, "_attn_implementation", None) in (None, "sdpa", NAME)  # eager adds it
+    return boolean and family in SHARES_PROMPTS and "sliding_attention" not in (kinds or ())
 
 
 @dataclass(frozen=True)

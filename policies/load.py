@@ -19,6 +19,7 @@ def load_policy(
     dtype: str = "float32",
     device: str | torch.device | None = None,
     autocast: str | None = None,
+    attn_implementation: str | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -35,6 +36,7 @@ def load_policy(
     """Return the generating policy on `model`: a folder, an embedded model or a hub id.
 
     dtype is that of the weights; autocast that of the matrix products (see `resolve_autocast`).
+    attn_implementation: see `policies.models.load_model`.
     lora: arguments of `policies.lora.add_adapter`; then only the adapter is trained.
     gradient_checkpointing: compute the activations of each layer again in the backward.
     chat_template_kwargs: variables of the template, {"enable_thinking": False}; they are saved in
@@ -48,7 +50,7 @@ def load_policy(
     if chat_template_kwargs:
         template = find_template(tokenizer, chat_template).text
         chat_template = with_variables(template, chat_template_kwargs)
-    network = load_model(files, dtype=dtype, device=device)
+    network = load_model(files, dtype=dtype, device=device, attn_implementation=attn_implementation)
     if lora and lora.get("r") != 0:
         adapters.add_adapter(network, **lora)
     if gradient_checkpointing:  # nothing is random in a layer: dropout is 0
@@ -73,6 +75,7 @@ def load_policy(
     if chat_template is not None:  # the saved model speaks the template it was trained with
         policy.tokenizer.chat_template = policy.renderer.template
     policy.files, policy.source = files, source
+    policy.attn_implementation = attn_implementation
     policy.system_prompt = system_prompt
     return policy
 
@@ -151,7 +154,8 @@ def check_head(scorer: Scorer) -> None:
 def _load_scorer(files: ModelFiles, policy: TransformersWrapper) -> Scorer:
     """Return a frozen scorer on a model of the policy's vocabulary, dtype and device."""
     like = next(policy.model.parameters())
-    network = load_model(files, dtype=str(like.dtype).split(".")[-1], device=like.device)
+    dtype, kind = str(like.dtype).split(".")[-1], getattr(policy, "attn_implementation", None)
+    network = load_model(files, dtype=dtype, device=like.device, attn_implementation=kind)
     _check_vocabulary(files, network.get_input_embeddings().num_embeddings, policy)
     scorer = Scorer(network.requires_grad_(False), autocast=policy.scorer.autocast)
     check_head(scorer)

@@ -170,10 +170,15 @@ def hash_weights(folder: Path) -> str:
 
 
 def load_model(
-    files: ModelFiles, *, dtype: str = "float32", device: Any = None
+    files: ModelFiles,
+    *,
+    dtype: str = "float32",
+    device: Any = None,
+    attn_implementation: str | None = None,
 ) -> "PreTrainedModel":
     """Load a causal language model in eval mode, dropout 0, on the CPU by default.
 
+    attn_implementation: of transformers, with its errors; None = sdpa or policies.attention.
     Missing or quantised weights, or a model that is not a causal language model, are a ValueError.
     """
     import torch
@@ -190,10 +195,11 @@ def load_model(
             raise ValueError(f"{files.folder}: expected weights to train, got quantised ones")
         _zero_dropout(config)
         kind = NAME if layout.takes_masks(config) and str(device or "cpu") == "cpu" else "sdpa"
-        with readable(files.folder, "weights"):
+        with contextlib.nullcontext() if attn_implementation else readable(files.folder, "weights"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 files.folder, config=config, dtype=getattr(torch, dtype),
-                attn_implementation=kind, output_loading_info=True, use_safetensors=True, **local,
+                attn_implementation=attn_implementation or kind,
+                output_loading_info=True, use_safetensors=True, **local,
             )  # fmt: skip
     model, info = loaded
     if missing := sorted(info["missing_keys"]):

@@ -17,7 +17,6 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from policies import attention as attention  # a process that unpickles a scorer needs it
 from policies import layout as layouts
 from policies.padding import predicted
 from policies.token_distribution import Head, Scores, TokenDistribution, placed
@@ -181,8 +180,10 @@ class Scorer(nn.Module):
     def check_packing(self) -> None:
         """Raise ValueError if packed sequences would attend to each other."""
         if not layouts.takes_masks(self.model.config):
-            kind = type(self.model).__name__
-            raise ValueError(f"{kind} cannot score packed sequences; use pad_model_input=True")
+            kind = getattr(self.model.config, "_attn_implementation", None)
+            name = f"{type(self.model).__name__} with {kind} attention"
+            remedy = "use pad_model_input=True or algorithm.packing=false"
+            raise ValueError(f"{name} cannot score packed sequences; {remedy}")
 
     def _zeros(self, tokens: Tensor, entropy: bool, full: bool) -> Scores:
         """Return zeros that give each parameter a gradient of 0: DDP needs one on every rank."""

@@ -1,5 +1,6 @@
 """What README and docs promise: commands compose, Python runs, links lead somewhere."""
 
+import gzip
 import importlib.util
 import json
 import re
@@ -226,18 +227,21 @@ def test_environments_page_runs_as_it_stands():
 
 
 @pytest.mark.runs
-def test_debug_page_has_parts_that_train(place):
+def test_debug_page_has_parts_that_train(place, capsys):
     page = "docs/debug.md"
-    code = [block("python", number, page=page) for number in (0, 1)]
-    assert code[0].count("\n") <= 45
-    (place / "my_parts.py").write_text("\n\n".join(code))
+    code = block("python", page=page)
+    assert code.count("\n") <= 50
+    (place / "my_parts.py").write_text(code)
     (place / "own" / "experiment").mkdir(parents=True)
     (place / "own" / "experiment" / "mine.yaml").write_text(block("yaml", page=page))
     words = [f"hydra.searchpath=[file://{place}/own]", "experiment=mine", "policy.model=tiny"]
-    rows = train_here(place / "run", *words, "trainer.num_iterations=2", "eval.max_rows=4")
+    words += ["trainer.num_iterations=2", "eval.max_rows=4", "trainer.profile=[2]"]
+    rows = train_here(place / "run", *words)
     assert [row["length/price"] > 0 for row in rows[1:]] == [False, True]
     assert rows[2]["reward_part/length"] < 0
-    assert "traceEvents" in json.loads((place / "trace.json").read_text())
+    trace = place / "run" / "profile" / "iteration_2.json.gz"
+    assert "traceEvents" in json.loads(gzip.decompress(trace.read_bytes()))
+    assert "1 0.0" in capsys.readouterr().out
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch, small_run):

@@ -78,19 +78,6 @@ def test_a_second_signal_ends_the_process_at_once_with_a_true_status(tmp_path, m
     assert codes == [(128 + signal.SIGINT, "stopped by SIGTERM")]
 
 
-class Second(Runtime):
-    """The second of two ranks, which meets nobody."""
-
-    ranks, rank = 2, 1
-
-
-def test_ranks_share_out_what_divides():
-    runtime = Second.__new__(Second)
-    assert runtime.local_slice(6) == slice(3, 6)
-    with pytest.raises(ValueError, match="2 ranks"):
-        runtime.local_slice(3)
-
-
 def test_a_device_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"policy\.device=mps"):
         Runtime(tmp_path, device="mps")

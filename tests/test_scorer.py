@@ -22,9 +22,10 @@ V = 400  # tokens of the tiny model
 
 
 @cache
-def model_of(scale: float = 1.0):
+def model_of(scale: float = 1.0, attention: str | None = None):
     """Return the tiny model in float64 with random weights times `scale`."""
-    model = copy.deepcopy(make_policy().model).double()
+    model = load_policy("tiny", attn_implementation=attention).model.double()
+    model.load_state_dict(make_policy().model.state_dict())
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(scale)
@@ -55,7 +56,7 @@ def flat_gradient(model, loss: torch.Tensor) -> torch.Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
 
 
-@pytest.mark.parametrize("how", ["left", "right", "grouped", "packed"])
+@pytest.mark.parametrize("how", ["left", "right", "grouped", "packed", "eager"])
 @settings(max_examples=12)
 @given(
     sizes=st.lists(
@@ -66,7 +67,7 @@ def flat_gradient(model, loss: torch.Tensor) -> torch.Tensor:
     width=st.integers(20, 60),
 )
 def test_scores_and_gradients_equal_a_plain_forward(how, sizes, width) -> None:
-    model, rows = model_of(), draw_rows(sizes)
+    model, rows = model_of(attention="eager" if how == "eager" else None), draw_rows(sizes)
     temperature = torch.linspace(0.5, 1.5, len(rows))
     side = "left" if how == "left" else "right"
     tokens, mask = pad(rows, side=side), pad_mask([len(r) for r in rows], side=side)
@@ -75,7 +76,7 @@ def test_scores_and_gradients_equal_a_plain_forward(how, sizes, width) -> None:
     keep[:, 0 if side == "right" else -1] = True  # for a first token, which nothing predicts, 0
     coefficients = torch.randn(tokens.shape, dtype=torch.float64, generator=generator)
     options = {"temperature": temperature, "pack": how == "packed"}
-    if how == "grouped":
+    if how in ("grouped", "eager"):  # eager attention takes no boolean mask
         options["group_id"] = torch.repeat_interleave(torch.tensor([len(n) for _, n in sizes]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "PACKED", width)
@@ -83,6 +84,8 @@ def test_scores_and_gradients_equal_a_plain_forward(how, sizes, width) -> None:
     alone = [plain(model, row, float(t)) for row, t in zip(rows, temperature, strict=True)]
     want = torch.zeros_like(coefficients).masked_scatter(mask, torch.cat(alone))
     torch.testing.assert_close(scores.double(), want * keep, atol=1e-5, rtol=0)
+    usual = Scorer(model_of())(tokens, mask, keep, **options).log_probs  # of sdpa
+    torch.testing.assert_close(scores, usual, atol=1e-5, rtol=0)
     got = flat_gradient(model, (scores * coefficients).sum())
     expected = flat_gradient(model, (want * keep * coefficients).sum())
     assert (got - expected).norm() <= 1e-5 * expected.norm()

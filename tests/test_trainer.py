@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contracts import Words
+from contracts import Words, make_policy
 from engines import Copy
 from runs import lines, metrics
 from small_runs import IN_EVALUATION_2, IN_ITERATION_2, Counted, crash, stop, train
@@ -79,23 +79,31 @@ def test_without_checkpoints_a_resumed_run_starts_over(straight, tmp_path) -> No
 
 
 @pytest.mark.runs
-def test_a_run_goes_on_with_the_data_and_the_iterations_that_it_began_with(tmp_path) -> None:
-    def resume(name: str, value: object) -> None:
-        train(tmp_path, resume=True, change=lambda loop: setattr(loop, name, value))
+def test_a_run_goes_on_with_the_data_that_it_began_with(tmp_path) -> None:
+    def run(letter: str, **how) -> None:
+        inputs = {"env.dataset": letter * 64}
+        train(tmp_path, change=lambda loop: setattr(loop, "inputs", inputs), **how)
 
-    train(tmp_path, change=lambda loop: setattr(loop, "inputs", {"env.dataset": "a" * 64}))
-    with pytest.raises(ValueError, match=r"trainer\.num_iterations >= 4"):
-        resume("num_iterations", 2)
+    run("a")
     with pytest.raises(ValueError, match=r"the files of env\.dataset"):
-        resume("inputs", {"env.dataset": "b" * 64})
-    resume("inputs", {"env.dataset": "a" * 64})
+        run("b", resume=True)
+    run("a", resume=True)
     assert load_run(tmp_path).state == "finished"
 
 
 @pytest.mark.runs
-def test_without_an_evaluation_the_objective_is_the_last_reward(tmp_path) -> None:
-    train(tmp_path, change=lambda loop: loop.evaluate.plans.clear())
-    assert load_run(tmp_path).status["objective"] == metrics(tmp_path)[-1]["reward/mean"]
+def test_without_an_evaluation_the_objective_is_the_last_reward(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("trainer.trainer.peak_flops", lambda device: 1e9)
+    train(tmp_path, change=lambda loop: loop.evaluate.plans.clear(), epochs=2)
+    *_, before, row = lines(tmp_path / "metrics.jsonl")
+    assert load_run(tmp_path).status["objective"] == row["reward/mean"]
+    tokens = row["progress/tokens"] - before["progress/tokens"]
+    sampled = row["response/length_mean"] * (row["progress/samples"] - before["progress/samples"])
+    for phase, count in {"collect": sampled, "score": tokens, "update": 2 * tokens}.items():
+        speed = row[f"perf/{phase}_tokens_per_s"]
+        assert speed * row[f"time/{phase}_s"] == pytest.approx(count)
+    weights = sum(p.numel() for p in make_policy().model.parameters())
+    assert row["perf/mfu"] == pytest.approx(6e-9 * weights * row["perf/update_tokens_per_s"])
 
 
 # A run that ends once it has learnt enough: at a value, or when evaluations stagnate.

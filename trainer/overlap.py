@@ -34,8 +34,6 @@ class Overlap:
     def __init__(
         self, source: Rollouts, policy: Policy, *, ahead: int, num_iterations: int
     ) -> None:
-        if not hasattr(source, "sample"):
-            raise ValueError(f"trainer.overlap expects Rollouts, got {type(source).__name__}")
         if source.runtime.ranks > 1 and isinstance(source, DynamicRollouts):
             # Its collectives could interleave with those of the gradients.
             raise ValueError("trainer.overlap expects one rank with trainer.DynamicRollouts")

@@ -27,8 +27,6 @@ def restore_run(loop: Any) -> None:
         if skipped := loop.checkpoints.skipped:
             text += f", skipped damaged {', '.join(skipped)}"
     done = loop.progress.iteration
-    if done > loop.num_iterations:
-        raise ValueError(f"expected trainer.num_iterations >= {done} of {newest}, give more")
     loop.runtime.status["resumed"] = text
     again = done == 0 or loop.progress.unevaluated is not None
     loop.observers.resume(done, text, again=again, seconds=loop.progress.seconds)

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from policies.cache import write_text
 from trainer.early_stopping import Stopped, stop_reason
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by bytes per weight
+PEAKS = {  # dense bfloat16 FLOPs per second of a GPU, by words of its name
+    "A10": 125e12, "A100": 312e12, "B200": 2250e12, "H100 PCIe": 756e12, "H100": 989e12,
+    "H200": 989e12, "L40S": 362e12, "RTX 4090": 165e12,
+}  # fmt: skip
 # Settings of `accelerate launch` that would change results -> the key of leash for each.
 INSTEAD = {
     "mixed_precision": "policy.autocast=bfloat16",
@@ -66,25 +71,10 @@ class Runtime:
         self._written = 0.0  # when status.json was written last
         torch.manual_seed(seed)
 
-    @property
-    def rank(self) -> int:
-        """Return the number of this process; rank 0 writes."""
-        return self.accelerator.process_index
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of processes."""
-        return self.accelerator.num_processes
-
-    @property
-    def is_main(self) -> bool:
-        """Return whether this is rank 0."""
-        return self.accelerator.is_main_process
-
-    @property
-    def device(self) -> torch.device:
-        """Return this rank's device."""
-        return self.accelerator.device
+    rank = property(attrgetter("accelerator.process_index"))  # rank 0 writes
+    ranks = property(attrgetter("accelerator.num_processes"))
+    is_main = property(attrgetter("accelerator.is_main_process"))  # rank 0
+    device = property(attrgetter("accelerator.device"))  # of this rank
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Return the sum over ranks of a tensor of equal shape on each."""
@@ -245,3 +235,15 @@ def peak_memory(device: torch.device) -> int:
         if match := re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text()):
             return int(match[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the bfloat16 FLOPs per second of a GPU of PEAKS, else None."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for gpu, peak in PEAKS.items() if re.search(rf"\b{gpu}\b", name)), None)
+
+
+def recorder(path: Path) -> torch.profiler.profile:
+    """Return a context that writes the trace of torch's profiler, on CPU and GPU, of its block."""
+    path.parent.mkdir(exist_ok=True)
+    return torch.profiler.profile(on_trace_ready=lambda done: done.export_chrome_trace(str(path)))

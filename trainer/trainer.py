@@ -31,7 +31,7 @@ from trainer.metrics import summarize
 from trainer.observer import Observer
 from trainer.reference import NoReference, Reference
 from trainer.resuming import Progress, restore_run
-from trainer.runtime import Runtime, Stopped, check_agreement, peak_memory
+from trainer.runtime import Runtime, Stopped, check_agreement, peak_flops, peak_memory, recorder
 from trainer.transcripts import transcripts
 from trainer.update import Update
 from trainer.weight_sync import SyncResult, push_weights, weight_sync
@@ -58,6 +58,7 @@ class Trainer:
     checkpoints: Checkpoints
     num_iterations: int
     num_logged_replies: int | str = 16  # per iteration, or "all"
+    profile: list[int] = field(default_factory=list)  # iterations whose trace rank 0 writes
     observers: Observer = field(default_factory=Observer)
     progress: Progress = field(default_factory=Progress)
     last_sync: SyncResult = field(default_factory=SyncResult)
@@ -89,20 +90,22 @@ class Trainer:
             raise
 
     def _iteration(self, i: int) -> None:
-        clock = Clock()
-        batch = self._batch(i, clock)
-        self.runtime.set_phase("update")
-        batch = self.advantage(batch)
-        metrics = self.update(batch)
-        clock.lap("update")
-        sync = getattr(self.source, "sync", weight_sync)  # Overlap has a custom sync
-        self.last_sync = sync(self.policy, self.generator, last=self.last_sync)
-        self.retrieve_kl.refresh(i + 1)
-        clock.lap("sync")
-        metrics |= summarize(batch, self.runtime) | {"kl/coeff": self.leash.coeff}
-        metrics |= self.runtime.all_reduce_max(self.last_sync.metrics())
-        self.leash.follow(metrics, replies=len(batch) * self.runtime.ranks)
-        self._count(batch, metrics, clock)
+        path = self.runtime.folder / "profile" / f"iteration_{i + 1}.json.gz"
+        with recorder(path) if self.runtime.is_main and i + 1 in self.profile else nullcontext():
+            clock = Clock()
+            batch = self._batch(i, clock)
+            self.runtime.set_phase("update")
+            batch = self.advantage(batch)
+            metrics = self.update(batch)
+            clock.lap("update")
+            sync = getattr(self.source, "sync", weight_sync)  # Overlap has a custom sync
+            self.last_sync = sync(self.policy, self.generator, last=self.last_sync)
+            self.retrieve_kl.refresh(i + 1)
+            clock.lap("sync")
+            metrics |= summarize(batch, self.runtime) | {"kl/coeff": self.leash.coeff}
+            metrics |= self.runtime.all_reduce_max(self.last_sync.metrics())
+            self.leash.follow(metrics, replies=len(batch) * self.runtime.ranks)
+            self._count(batch, metrics, clock)
         self._log(batch, metrics)
         done = self.progress.iteration
         self.checkpoints.maybe_save(done, self.state_dict(), last=done == self.num_iterations)
@@ -135,7 +138,10 @@ class Trainer:
     def _count(self, batch: TensorDictBase, metrics: dict[str, float], clock: "Clock") -> None:
         """Count the iteration in `progress`; add the progress, time and perf metrics."""
         tokens = float(batch.get(("masks", "all_attention_mask")).sum())
-        total = self.runtime.all_reduce_sum({"tokens": tokens, "samples": float(len(batch))})
+        sums = {"tokens": tokens, "samples": float(batch.batch_size[0])}
+        response = batch.get(("masks", "all_response_mask"), None)
+        sums["sampled"] = 0.0 if response is None else float(response.sum())
+        total = self.runtime.all_reduce_sum(sums)
         self.progress.iteration += 1
         self.progress.tokens += int(total["tokens"])
         self.progress.samples += int(total["samples"])
@@ -147,9 +153,28 @@ class Trainer:
             "progress/samples": self.progress.samples,
         }
         metrics |= clock.seconds()
-        metrics["perf/tokens_per_s"] = total["tokens"] / max(metrics["time/iteration_s"], 1e-9)
+        metrics |= self._speeds(total, metrics)
         memory = {"perf/peak_memory_gib": peak_memory(self.runtime.device) / 2**30}
         metrics |= self.runtime.all_reduce_max(memory)
+
+    def _speeds(self, total: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
+        """Return the tokens per second of the iteration and its phases, and the update's MFU."""
+        update_s, skipped = metrics["time/update_s"], metrics.get("optim/early_stopped", 0.0)
+        learnt = total["tokens"] * self.update.epochs * (1 - skipped)
+        speeds = {
+            "perf/tokens_per_s": total["tokens"] / max(metrics["time/iteration_s"], 1e-9),
+            "perf/update_tokens_per_s": learnt / update_s,
+        }
+        if total["sampled"]:
+            sample_s = metrics.get("time/sample_s", metrics["time/collect_s"])
+            speeds["perf/collect_tokens_per_s"] = total["sampled"] / sample_s
+        if self.retrieve_kl.scorer is not None:
+            speeds["perf/score_tokens_per_s"] = total["tokens"] / metrics["time/score_s"]
+        if peak := peak_flops(self.runtime.device):  # frozen weights have no gradient of their own
+            weights = self.update.scorer.parameters()
+            each = sum(p.numel() * (6 if p.requires_grad else 4) for p in weights)
+            speeds["perf/mfu"] = each * learnt / update_s / (peak * self.runtime.ranks)
+        return speeds
 
     def _log(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:
         """Log the metrics and sample replies; stop early or evaluate if due."""

@@ -55,11 +55,6 @@ class MCAdvantage(Transform):
     ) -> None:
         if grpo_size < 2:
             raise ValueError(f"a group baseline needs grpo_size >= 2, got {grpo_size}")
-        bounds = keep_return_bounds
-        if bounds is not None and (trajectory_return is None or not bounds[0] < bounds[1]):
-            raise ValueError(
-                f"keep_return_bounds={bounds}: expected low < high, a trajectory_return"
-            )
         super().__init__([prompt_key, rewards_key, done_key], [advantage_key])
         self.grpo_size, self.advantage_key = grpo_size, advantage_key
         self.prompt_key, self.rewards_key, self.done_key = prompt_key, rewards_key, done_key
