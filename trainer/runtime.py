@@ -102,6 +102,9 @@ class Runtime:
 
     def prepare(self, policy: Any, make: Callable, settings: dict[str, Any], *others: Any) -> Any:
         """Return the wrapped scorer for the update, and its optimizer make(scorer, **settings)."""
+        for weight in policy.scorer.parameters():
+            if weight.requires_grad and self.device.type == "cpu":
+                weight.data = weight.data.clone()  # else the first step copies the file by pages
         return self.accelerator.prepare(policy.scorer, make(policy.scorer, **settings))
 
     def clip(self, weights: Iterable[Tensor], limit: float) -> float:
