@@ -107,7 +107,7 @@ test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual 
 	.venv-floors/bin/python -m policies.models
 	touch $@
 
-bench: .venv/.ready-dev  ## timings, as ratios to a floor in the same run
+bench: .venv/.ready-dev .venv-trl/.ready  ## an iteration against TRL and its own products; the head
 	$(BIN)/python -m benchmarks.iteration $(ARGS)
 	$(BIN)/python -m benchmarks.head
 
