@@ -52,7 +52,7 @@ def main() -> None:
     )
     parser.add_argument("--cases", nargs="+", default=["bfloat16", "float32"], choices=CASES)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--iterations", type=int, default=4)
+    parser.add_argument("--iterations", type=int, default=4, help="at least 2")
     parser.add_argument("--peer", type=Path, default=ROOT / ".venv-trl" / "bin" / "python")
     args = parser.parse_args()
     folder = Path(mkdtemp(prefix="leash-iteration-"))
@@ -104,7 +104,7 @@ def usage(folder: Path, logged: list[dict[str, Any]]) -> tuple[str, str]:
 
 
 def floor(config: dict[str, Any], model: Path, logged: list[dict[str, float]]) -> float:
-    """Return the seconds of the products of one iteration, the smaller of two runs."""
+    """Return the seconds of the products of one iteration, after one warm-up."""
     shape = AutoConfig.from_pretrained(model)
     dtype = getattr(torch, config["policy"]["autocast"] or config["policy"]["dtype"])
     prompts = config["trainer"]["prompts_per_iteration"]

@@ -61,6 +61,8 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in SAME.items():
         if (got := _at(config, key)) != value:
             raise ValueError(f"expected {key}={value}, which TRL can do too, got {got}")
+    if config["policy"]["autocast"] == "auto":
+        raise ValueError("expected policy.autocast=bfloat16 or null, as TRL needs it, got auto")
     if (estimator := config["kl"]["estimator"]) not in KL:
         raise ValueError(f"expected kl.estimator in {sorted(KL)}, as in TRL, got {estimator}")
     policy, algorithm, trainer = config["policy"], config["algorithm"], config["trainer"]

@@ -13,7 +13,15 @@ from trainer.runs.discover import find_jobs, has_weights, is_running
 from trainer.runs.run_files import PLACES, PREFIX
 
 RESUMABLE = ("trainer.num_iterations", "trainer.stop_at", "trainer.patience", "trainer.overlap")
-RESUMABLE += ("tracker", "launch", "checkpoint", "eval", "policy.vllm", "observers")
+RESUMABLE += (
+    "trainer.profile",
+    "tracker",
+    "launch",
+    "checkpoint",
+    "eval",
+    "policy.vllm",
+    "observers",
+)
 
 
 def resumed(

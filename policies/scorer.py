@@ -2,7 +2,7 @@
 
 Entry t of each result belongs to token t, given the tokens before it; entries outside `keep` are 0.
 `accelerator.prepare` wraps the scorer, so a forward with gradients must be the scorer's forward.
-The forward uses a TokenDistribution of the kept tokens, which never holds all their logits at once.
+The forward uses a TokenDistribution of the kept tokens, which never holds logits [B, T, V].
 
 Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """

@@ -128,15 +128,16 @@ def named_mask(batch: TensorDictBase, name: str) -> Tensor:
 class _Sliced(torch.autograd.Function):
     """Compute (log-prob, entropy or None, full KL or None), each [K], a slice of logits at a time.
 
-    The forward takes some tokens at a time; the backward some columns of the vocabulary, whose
-    logits z it makes again and turns into their gradient. With p = softmax(z), S the entropy and
-    f = log p - log q for the reference's q:
+    The forward takes some tokens at a time; the backward some columns of the vocabulary. It reads
+    or computes their logits z again and turns them into their gradient. With p = softmax(z), S the
+    entropy and f = log p - log q for the reference's q:
     d log p(y) / dz = onehot(y) - p, dS / dz = -p (log p + S), dKL / dz = p (f - KL).
     """
 
     @staticmethod
     def forward(ctx: Any, states, weight, bias, reads, target, scale, entropy, learn, keep):  # type: ignore[override]
         """Return the columns; `reads` are (head, states) of the policy and of the reference."""
+        keep = keep and any(ctx.needs_input_grad[:3])
         size, parts, norms, saved = min(len(head.weight) for head, _ in reads), [], [], []
         for at in _slices(len(target), len(weight), target.device):
             outputs = [head.product(states[at]) for head, states in reads]  # [k, V]
@@ -146,19 +147,18 @@ class _Sliced(torch.autograd.Function):
             mine, *theirs = rows = [z.log_softmax(-1) for z in both]
             norms.append([z.amax(-1) - p.amax(-1) for z, p in zip(both, rows, strict=True)])
             log_prob = mine.gather(-1, target[at, None]).squeeze(-1)
-            probs = mine.exp() if entropy or theirs else None
-            spread = -torch.linalg.vecdot(probs, mine) if entropy else None
+            probs: Any = mine.exp() if entropy or theirs else None
+            spread = -(probs * mine).sum(-1) if entropy else None
             full = full_kl(mine, *theirs, probs=probs) if theirs else None
             mass = probs[:, :size].sum(-1) if theirs and size < len(weight) else None
             parts.append((log_prob, spread, full, mass))
-            saved.append(outputs if keep else [])
+            saved += outputs if keep else []  # by slice, then by distribution
         *columns, mass = [
             torch.cat(c) if c[0] is not None else None for c in zip(*parts, strict=True)
         ]
-        ctx.save_for_backward(states, weight, bias, *columns[1:])
+        ctx.save_for_backward(states, weight, bias, *columns[1:], *saved)
         norms = [torch.cat(n)[:, None] for n in zip(*norms, strict=True)]  # [K, 1] of each
         ctx.inputs = reads, target, scale, norms, 1 if mass is None else mass[:, None]
-        ctx.saved = list(zip(*saved, strict=True))  # of each distribution the slices, none if empty
         ctx.set_materialize_grads(False)
         if entropy and not learn:
             ctx.mark_non_differentiable(columns[1])
@@ -168,7 +168,8 @@ class _Sliced(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *above: Tensor | None):  # type: ignore[override]
         """Return the gradients of states [K, H], weight [V, H] and bias [V]."""
-        states, weight, bias, *sums = ctx.saved_tensors
+        states, weight, bias, *sums = ctx.saved_tensors[:5]
+        saved = ctx.saved_tensors[5:]
         reads, target, scale, norms, mass = ctx.inputs
         spread, kl = (None if x is None else x[:, None] for x in sums)
         log_prob, entropy, full = (None if g is None else g[:, None] for g in above)  # [K, 1]
@@ -182,8 +183,8 @@ class _Sliced(torch.autograd.Function):
 
         def logits(number: int, at: slice) -> Tensor:
             head, hidden = reads[number]
-            if ctx.saved:
-                return head.finish(torch.cat([x[:, at] for x in ctx.saved[number]]))
+            if saved:
+                return head.finish(torch.cat([x[:, at] for x in saved[number :: len(reads)]]))
             return head.columns(at)(hidden)
 
         for at in _slices(len(weight), len(target), target.device):
@@ -238,7 +239,7 @@ def full_kl(curr: Tensor, ref: Tensor, probs: Tensor | None = None) -> Tensor:
     """
     ratio = log_ratio(curr, ref)
     probs = curr.exp() if probs is None else probs
-    return torch.linalg.vecdot(probs[..., : ratio.shape[-1]], ratio)
+    return (probs[..., : ratio.shape[-1]] * ratio).sum(-1)
 
 
 def log_ratio(curr: Tensor, ref: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contracts import Words, make_policy
+from contracts import G, Words, make_policy
 from engines import Copy
 from runs import lines, metrics
 from small_runs import IN_EVALUATION_2, IN_ITERATION_2, Counted, crash, stop, train
@@ -103,7 +103,10 @@ def test_without_an_evaluation_the_objective_is_the_last_reward(tmp_path, monkey
         speed = row[f"perf/{phase}_tokens_per_s"]
         assert speed * row[f"time/{phase}_s"] == pytest.approx(count)
     weights = sum(p.numel() for p in make_policy().model.parameters())
-    assert row["perf/mfu"] == pytest.approx(6e-9 * weights * row["perf/update_tokens_per_s"])
+    computed = (sampled + (tokens - sampled) / G) / tokens  # prompts are shared by a group
+    assert row["perf/mfu"] == pytest.approx(
+        6e-9 * weights * computed * row["perf/update_tokens_per_s"]
+    )
 
 
 # A run that ends once it has learnt enough: at a value, or when evaluations stagnate.

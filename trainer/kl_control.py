@@ -77,6 +77,8 @@ class KLControllerBase:
     def __init__(self, coeff: float, *, model: Any = None) -> None:
         if not 0 <= coeff < math.inf:
             raise ValueError(f"expected a finite KL coefficient >= 0, got {coeff}")
+        if model is not None and not hasattr(model, "kl_coef"):
+            raise AttributeError(f"expected a model with kl_coef, {type(model).__name__} has none")
         self.model = model
         self._set(float(coeff))
 

@@ -199,6 +199,8 @@ def group_advantage(
     >>> group_advantage(reward, 0 * reward, mask, 2, scale=None).tolist()
     [[0.5, 0.5], [-0.5, -0.5]]
     """
+    if group_size < 2 and (baseline != "none" or scale is not None):
+        raise ValueError(f"a group baseline needs group_size >= 2, got {group_size}")
     rows = loss_mask.any(-1).view(-1, group_size)  # [P, G]
     task = _minus_baseline(reward, rows, baseline, credit)
     if scale is not None:

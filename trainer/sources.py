@@ -183,6 +183,9 @@ class OverlongPenalty:
     """
 
     def __init__(self, *, max_tokens: int, buffer: int, weight: float = 1.0) -> None:
+        if not 0 < buffer <= max_tokens or weight < 0:
+            got = f"{buffer=}, {max_tokens=}, {weight=}"
+            raise ValueError(f"expected 0 < buffer <= max_tokens and weight >= 0, got {got}")
         self.free, self.buffer, self.weight = max_tokens - buffer, buffer, weight
 
     def penalty(self, lengths: Tensor) -> Tensor:

@@ -141,6 +141,9 @@ class Trainer:
         sums = {"tokens": tokens, "samples": float(batch.batch_size[0])}
         response = batch.get(("masks", "all_response_mask"), None)
         sums["sampled"] = 0.0 if response is None else float(response.sum())
+        ids = batch.get("group_id", None) if self.policy.scorer.share_prompts else None
+        once = 1.0 if ids is None else len(ids.unique()) / len(ids)  # share of computed prompts
+        sums["computed"] = sums["sampled"] + once * (tokens - sums["sampled"])
         total = self.runtime.all_reduce_sum(sums)
         self.progress.iteration += 1
         self.progress.tokens += int(total["tokens"])
@@ -173,7 +176,8 @@ class Trainer:
         if peak := peak_flops(self.runtime.device):  # frozen weights have no gradient of their own
             weights = self.update.scorer.parameters()
             each = sum(p.numel() * (6 if p.requires_grad else 4) for p in weights)
-            speeds["perf/mfu"] = each * learnt / update_s / (peak * self.runtime.ranks)
+            computed = learnt * total["computed"] / total["tokens"]
+            speeds["perf/mfu"] = each * computed / update_s / (peak * self.runtime.ranks)
         return speeds
 
     def _log(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:

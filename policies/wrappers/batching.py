@@ -42,6 +42,9 @@ class BatchQueue:
     """
 
     def __init__(self, *, min_size: int = 1, max_size: int | None = None, timeout: float = 10.0):
+        if min_size < 1 or (max_size is not None and max_size < min_size) or not timeout >= 0:
+            sizes = f"{min_size} to {max_size} rows in {timeout} s"
+            raise ValueError(f"expected 1 <= min_batch_size <= max_batch_size, got {sizes}")
         self.min_size, self.max_size, self.timeout = min_size, max_size, timeout
         self._changed = threading.Condition()
         self._waiting: deque[_Row] = deque()

@@ -204,7 +204,8 @@ def _start_ranks(
     env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
     env |= {"OMP_NUM_THREADS": str(threads), "LEASH_PARENT": str(os.getpid())}
     env.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: fewer page faults
-    env.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads of OpenMP yield to other programs soon
+    if "OMP_WAIT_POLICY" not in env:
+        env.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads yield to other programs soon
     if ranks > 1:
         env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
