@@ -79,6 +79,8 @@ def _run(cfg: Config) -> Iterator[str]:
         if (prompts // ranks) % parts:
             text = f"the {prompts // ranks} prompts of a process to split into equal parts"
             yield f"expected {text}, got algorithm.minibatches={parts}; change one of them"
+        if cfg["algorithm"].get("packing") and policy["attn_implementation"] not in (None, "sdpa"):
+            yield "algorithm.packing needs policy.attn_implementation=null or sdpa"
         unseen = not held_out["every"] or saved["every"] % held_out["every"]
         if saved["keep_best"] and saved["every"] and unseen:
             when = f"evaluations at its checkpoints; set eval.every={saved['every']}"
