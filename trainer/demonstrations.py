@@ -86,7 +86,12 @@ class ReferenceLogProbs:
     @torch.no_grad()
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the log-probs to the batch."""
-        keys = ("tokens", "full"), ("masks", "all_attention_mask"), "loss_mask"
-        inputs, scale = map(batch.get, keys), batch.get("temperature")
-        ref = score_in_parts(self.scorer, *inputs, limit=self.limit, temperature=scale)
+        ref = score_in_parts(
+            self.scorer,
+            batch.get(("tokens", "full")),
+            batch.get(("masks", "all_attention_mask")),
+            batch.get("loss_mask"),
+            limit=self.limit,
+            temperature=batch.get("temperature"),
+        )
         return batch.set(("ref_log_probs", "full"), ref)

@@ -82,9 +82,15 @@ class ImportanceSampling:
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the trainer's log-probs and the weights to the batch."""
         sampled = batch.get(("masks", "all_response_mask"))
-        inputs = batch.get(("tokens", "full")), batch.get(("masks", "all_attention_mask")), sampled
-        how = {"temperature": batch.get("temperature"), "group_id": batch.get("group_id", None)}
-        old = score_in_parts(self.scorer, *inputs, limit=self.tokens, **how)
+        old = score_in_parts(
+            self.scorer,
+            batch.get(("tokens", "full")),
+            batch.get(("masks", "all_attention_mask")),
+            sampled,
+            limit=self.tokens,
+            temperature=batch.get("temperature"),
+            group_id=batch.get("group_id", None),
+        )
         gap = old - batch.get(("log_probs", "full"))
         weight, limited = correction(gap, sampled, **self.options)
         batch.set(("old_log_probs", "full"), old)

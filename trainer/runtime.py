@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +70,25 @@ class Runtime:
         self._written = 0.0  # when status.json was written last
         torch.manual_seed(seed)
 
-    rank = property(attrgetter("accelerator.process_index"))  # rank 0 writes
-    ranks = property(attrgetter("accelerator.num_processes"))
-    is_main = property(attrgetter("accelerator.is_main_process"))  # rank 0
-    device = property(attrgetter("accelerator.device"))  # of this rank
+    @property
+    def rank(self) -> int:
+        """Return the number of this process; rank 0 writes."""
+        return self.accelerator.process_index
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of processes."""
+        return self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        """Return whether this is rank 0."""
+        return self.accelerator.is_main_process
+
+    @property
+    def device(self) -> torch.device:
+        """Return this rank's device."""
+        return self.accelerator.device
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Return the sum over ranks of a tensor of equal shape on each."""
