@@ -39,6 +39,7 @@ class Layout:
     position_ids: Tensor  # [R, L] int64
     attention_mask: Tensor  # [R, L] bool, or [R, 1, L, L] bool
     source: Tensor  # [K] index, in R*L, of the hidden state that predicts each kept token
+    trees: list[list[int]] | None = None  # [R] tokens of a shared prompt, its replies, the padding
 
 
 def plain(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
@@ -76,7 +77,7 @@ def _trees(
     base = torch.zeros(len(rows), dtype=torch.int64)  # [B] first reply column of each row
     prefix = torch.zeros(len(rows), dtype=torch.int64)  # [B] length of the shared prefix
     tree = torch.zeros(len(rows), dtype=torch.int64)  # [B] row in the layout
-    ids, position_ids, segments = [], [], []
+    ids, position_ids, segments, sizes = [], [], [], []
     for r, (members, length) in enumerate(zip(trees, lengths, strict=True)):
         parts, position = [rows[members[0]][:length]], [torch.arange(length, device=device)]
         segment = [torch.zeros(length, dtype=torch.int64, device=device)]
@@ -89,6 +90,7 @@ def _trees(
             segment.append(torch.full_like(reply, s))
             column += len(reply)
         ids.append(torch.cat(parts))
+        sizes.append([len(part) for part in parts])
         position_ids.append(torch.cat(position))
         segments.append(torch.cat(segment))
     input_ids, segment_ids = pad(ids), pad(segments, -1)  # [R, L]
@@ -96,7 +98,8 @@ def _trees(
     before = positions(attention) - 1  # [B, T] position of the state that predicts each token
     column = torch.where(before < prefix, before, base + before - prefix)
     source = (tree * input_ids.shape[1] + column)[keep]
-    return Layout(input_ids, pad(position_ids), tree_mask(segment_ids), source)
+    sizes = [[*row, input_ids.shape[1] - sum(row)] for row in sizes]
+    return Layout(input_ids, pad(position_ids), tree_mask(segment_ids), source, sizes)
 
 
 def choose(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor | None) -> Layout:

@@ -19,7 +19,7 @@ from runs import SMALL, Finished, lines, metrics, on_two_ranks, train
 from safetensors.torch import load_file
 from torch import Tensor
 
-from policies import layout, token_distribution
+from policies import attention, layout, token_distribution
 
 TOLERANCE = 1e-6  # relative
 
@@ -50,6 +50,12 @@ def packed(name: str) -> Tensor:
         return gradient(step(name))
 
 
+def reply_by_reply(name: str) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "LARGEST", 0)
+        return gradient(step(name))
+
+
 def in_chunks_of_four_logits(name: str) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_distribution, "SLICE", 4 * step(name).policy.model.config.vocab_size)
@@ -75,6 +81,7 @@ CHANGES = {
     "groups interleaved": lambda name: gradient(step(name), interleaved),
     "no shared prompts": without_shared_prompts,
     "packed": packed,
+    "attention reply by reply": reply_by_reply,
     "chunks of four logits": in_chunks_of_four_logits,
     "layers computed again": layers_computed_again,
 }
