@@ -186,6 +186,7 @@ def load_model(
 
     from policies import layout
     from policies.attention import NAME
+    from policies.layers import replace_layers
 
     local = {"local_files_only": True, "trust_remote_code": False}
     with quiet():
@@ -206,6 +207,7 @@ def load_model(
         raise ValueError(
             f"{files.folder}: the weights lack {len(missing)} of the model's tensors: {missing[0]}"
         )
+    replace_layers(model)
     model = model.eval().to(device or "cpu")
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():

@@ -1,5 +1,6 @@
 """Where models come from, and what is refused when they are loaded, also of strangers."""
 
+import copy
 import hashlib
 import json
 import os
@@ -10,9 +11,10 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from policies.cache import read_manifest
+from policies.layers import replace_layers
 from policies.load import load_policy
 from policies.models import (
     EMBEDDED,
@@ -91,6 +93,29 @@ def test_dropout_is_zero_so_that_train_mode_is_eval_mode(checkpoints, tmp_path):
     model, ids = load_model(found(folder)).train(), torch.arange(8)[None]
     assert AutoModelForCausalLM.from_pretrained(folder).config.resid_pdrop == 0.5
     torch.testing.assert_close(model(ids).logits, model(ids).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_outputs_and_gradients_are_those_of_the_layers_of_transformers(kind, autocast):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40}
+    config = AutoConfig.for_model(kind, **sizes, num_attention_heads=4, num_key_value_heads=2)
+    theirs = AutoModelForCausalLM.from_config(config)
+    for number, weight in enumerate(theirs.parameters()):  # a norm starts at one
+        weight.data += torch.linspace(-0.1, 0.1, weight.numel()).view_as(weight).roll(number)
+    ours = copy.deepcopy(theirs)
+    replace_layers(ours)
+    pairs = zip(ours.modules(), theirs.modules(), strict=True)
+    assert sum(type(a) is not type(b) for a, b in pairs) == 6
+    ids, out = torch.arange(32).reshape(2, 16), []
+    for model in (ours, theirs):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model(input_ids=ids).logits.float()
+        logits.log_softmax(-1)[..., 7].sum().backward()
+        out.append((logits, torch.cat([p.grad.flatten() for p in model.parameters()])))
+    (logits, gradient), (want, slope) = out
+    torch.testing.assert_close(logits, want, atol=1e-6 if not autocast else 1e-2, rtol=0)
+    assert (gradient - slope).norm() < (2e-2 if autocast else 1e-5) * slope.norm()
 
 
 def shorten(path):
