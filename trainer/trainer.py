@@ -120,7 +120,7 @@ class Trainer:
                 clock.lap("collect")
                 self.runtime.check_stop()
                 self.runtime.set_phase("score")
-                batch = self.retrieve_kl(batch)
+                batch = self.retrieve_kl(batch, keep=self.update.reference is not None)
                 clock.lap("score")
                 self.runtime.check_stop()
         except Stopped:  # the resumed run repeats this iteration
