@@ -10,7 +10,7 @@ from policies.protocols import Policy
 from policies.scorer import LOCAL, Scorer, score_in_parts
 from policies.weights import weights_of
 
-KEPT = 2**28  # bytes of ref_states in a batch; the update copies them a few times
+MAX_BYTES = 2**28  # of ref_states: they lie in memory until the update, which copies them
 
 
 class Reference:
@@ -50,12 +50,12 @@ class Reference:
         """Return the batch with ref_log_probs.full and kl_penalty, [B, T].
 
         With `keep` also ref_states, so that the update needs no other pass of the reference's body;
-        without them if they are larger than KEPT or the weights are sharded: ranks must agree.
+        without them if they are larger than MAX_BYTES or the weights are sharded: ranks must agree.
         """
         model, scorer, tokens = self.retrieve.ref_model, self.scorer, batch.get(("tokens", "full"))
-        width = scorer.model.config.get_text_config().hidden_size
-        size = tokens.numel() * width * scorer.model.dtype.itemsize
-        if not keep or scorer.placement is not LOCAL or size > KEPT:
+        if not keep or scorer.placement is not LOCAL:
+            return self.retrieve(batch)
+        if tokens.numel() * scorer.head().weight.shape[1] * scorer.model.dtype.itemsize > MAX_BYTES:
             return self.retrieve(batch)
         attention, group = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
         limit = model.micro_batch_tokens

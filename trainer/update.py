@@ -77,8 +77,8 @@ class Update:
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
         """Take the optimiser steps of one iteration; return the metrics of its last epoch."""
         check_charged(batch, self.objective.leash)
-        whole, batch = batch, batch.select(*SCORED, *self.objective.reads, strict=False)
-        whole.pop("ref_states", None)  # large, and read here only
+        original, batch = batch, batch.select(*SCORED, *self.objective.reads, strict=False)
+        original.pop("ref_states", None)  # large, and read here only
         self.scorer.train()
         log, first = _Log(), dict[str, float]()
         parts = split_rows(batch, self.minibatches) * self.epochs

@@ -87,7 +87,7 @@ def profile(loop: Trainer, number: int) -> Iteration:
         return out
 
     batch = phase("generate", lambda: loop.source(number))
-    keep = loop.update.reference is not None
+    keep = loop.update.reference is loop.retrieve_kl.scorer
     batch = phase("score", lambda: loop.advantage(loop.retrieve_kl(batch, keep=keep)))
     phase("update", lambda: loop.update(batch))
     if loop.generator is not loop.policy:
