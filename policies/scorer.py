@@ -95,6 +95,7 @@ class Scorer(nn.Module):
         entropy: bool = False,
         learn_entropy: bool = False,
         reference: "Scorer | None" = None,
+        ref_states: Tensor | None = None,
         pack: bool = False,
     ) -> Scores:
         """Return log p(token t | tokens < t) at temperature-scaled logits.
@@ -102,24 +103,34 @@ class Scorer(nn.Module):
         tokens [B, T] int64 padded on any side, attention_mask [B, T] bool, keep [B, T] bool
         (default: every attended token), temperature a number or [B], group_id [B] equal for rows
         of one prompt. The first attended token has 0. `entropy` has a gradient only with
-        `learn_entropy`. `reference` adds the exact KL. `pack` puts several rows into one.
+        `learn_entropy`. `reference` adds the exact KL, from `ref_states` if given: its `states`.
+        `pack` puts several rows into one.
         """
         keep = predicted(attention_mask, keep)
         if not keep.any():
             return self._zeros(tokens, entropy, reference is not None)
         layout = self._layout(tokens, attention_mask, keep, group_id, pack)
-        dist, ref_dist = self._dist(layout, keep, temperature), None
+        dist, ref_dist = self.distribution(self.hidden(layout), keep, temperature), None
         value = self.critic(layout, dist.states) if self.critic is not None else None  # [K]
         if reference is not None:
             with torch.no_grad():
-                if reference.share_prompts != self.share_prompts:
+                if ref_states is None and reference.share_prompts != self.share_prompts:
                     layout = reference._layout(tokens, attention_mask, keep, group_id)
-                ref_dist = reference._dist(layout, keep, temperature)
+                states = reference.hidden(layout) if ref_states is None else ref_states[keep]
+                ref_dist = reference.distribution(states, keep, temperature)
         scores = dist.scores(tokens, entropy=entropy, learn=learn_entropy, reference=ref_dist)
         return scores if value is None else replace(scores, values=placed(value, keep))
 
-    def _dist(self, layout: layouts.Layout, keep: Tensor, temperature: Tensor | float):
-        return TokenDistribution(self.head(), self.hidden(layout), keep, temperature=temperature)
+    def distribution(
+        self, states: Tensor, keep: Tensor, temperature: Tensor | float
+    ) -> TokenDistribution:
+        """Return the distribution of the kept tokens from the states [K, H] that predict them."""
+        return TokenDistribution(self.head(), states, keep, temperature=temperature)
+
+    def states(self, tokens: Tensor, attention: Tensor, keep=None, *, group_id=None) -> Tensor:
+        """Return the states that predict the kept tokens, [B, T, H]; other entries are 0."""
+        keep = predicted(attention, keep)
+        return placed(self.hidden(self._layout(tokens, attention, keep, group_id)), keep)
 
     def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, *, group_id=None) -> Tensor:
         """Return the same values [B, T] as `forward`, without computing logits."""
@@ -135,9 +146,7 @@ class Scorer(nn.Module):
         """Return aligned logits [B, T, V]: entry t predicts token t; other entries are 0."""
         keep = predicted(attention_mask)
         layout = self._layout(tokens, attention_mask, keep, None, pack)
-        out = self.head()(self.hidden(layout))  # [K, V]
-        index = keep.unsqueeze(-1).expand(*keep.shape, out.shape[-1])
-        return out.new_zeros(index.shape).masked_scatter(index, out)
+        return placed(self.head()(self.hidden(layout)), keep)
 
     def hidden(self, layout: layouts.Layout) -> Tensor:
         """Return the states that predict the kept tokens, [K, H]."""
@@ -216,7 +225,7 @@ def score_in_parts(
 ) -> Tensor:
     """Return log-probs [B, T], computed in parts of at most `limit` padded tokens; None: no limit.
 
-    `score`: a scorer, or its method `values`, for values instead; `options`: more arguments.
+    `score`: a scorer, or its method `values` or `states`, for these; `options`: more arguments.
     """
     parts = [list(range(len(tokens)))]
     if limit is not None:

@@ -258,5 +258,6 @@ def _per_token(temperature: Tensor | float, keep: Tensor) -> Tensor | None:
 
 
 def placed(values: Tensor, keep: Tensor) -> Tensor:
-    """Put values [K] at the kept places of a zero [B, T]."""
-    return values.new_zeros(keep.shape).masked_scatter(keep, values)
+    """Put values [K, *] at the kept places of a zero [B, T, *]."""
+    out = values.new_zeros(*keep.shape, *values.shape[1:])
+    return out.masked_scatter(keep.reshape(*keep.shape, *[1] * (values.ndim - 1)), values)

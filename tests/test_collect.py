@@ -159,7 +159,8 @@ def made() -> list[TensorDict]:
     ]
     retrieve = Reference(policy, load_reference(policy))
     source = trainer.DynamicRollouts(**parts, after_rollout=verbs, rounds=1)
-    grpo = trainer.GroupAdvantage(group_size=G, leash=leash())(retrieve(source(0)))
+    scored = retrieve(source(0), keep=True)
+    grpo = trainer.GroupAdvantage(group_size=G, leash=leash())(scored)
     policy.scorer.critic = Critic(policy.scorer)
     paid = leash(where="reward")
     gae = trainer.GAEAdvantage(policy=policy, runtime=runtime, leash=paid)
@@ -171,6 +172,7 @@ def test_every_entry_of_a_batch_is_in_the_table_with_its_shape_and_dtype(made) -
     seen = set()
     for batch in made:
         shapes = {"[B, T]": batch["loss_mask"].shape, "[B]": batch.batch_size}
+        shapes["[B, T, H]"] = (*batch["loss_mask"].shape, 64)
         for path, value in leaves(batch):
             key = entry_of(path)
             assert key is not None, f"{path} is not in trainer/batch.py"

@@ -94,7 +94,15 @@ def test_a_run_goes_on_with_the_data_that_it_began_with(tmp_path) -> None:
 @pytest.mark.runs
 def test_without_an_evaluation_the_objective_is_the_last_reward(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("trainer.trainer.peak_flops", lambda device: 1e9)
-    train(tmp_path, change=lambda loop: loop.evaluate.plans.clear(), epochs=2)
+    passes = []
+
+    def exact(loop: Trainer) -> None:
+        loop.evaluate.plans.clear()
+        loop.update.reference = body = loop.retrieve_kl.scorer  # as the exact KL has it
+        body.model.base_model.register_forward_hook(lambda *_: passes.append(1))
+
+    train(tmp_path, change=exact, epochs=2)
+    assert len(passes) == 4, "one pass of the reference in an iteration, not in an epoch"
     *_, before, row = lines(tmp_path / "metrics.jsonl")
     assert load_run(tmp_path).status["objective"] == row["reward/mean"]
     tokens = row["progress/tokens"] - before["progress/tokens"]

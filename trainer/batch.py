@@ -46,6 +46,9 @@ KEYS: dict[NestedKey, Entry] = {
     ("old_log_probs", "full"): Entry("[B, T] float32", "of the trained policy at sampling time"),
     "policy_weight": Entry("[B, T] float32", "factor of the policy term"),
     ("ref_log_probs", "full"): Entry("[B, T] float32", "of the reference"),
+    "ref_states": Entry(
+        "[B, T, H] any", "of the reference, to predict each attended token; only for the exact KL"
+    ),
     "kl_penalty": Entry("[B, T] float32", "k1 in nats, without the coefficient"),
     "reward_kl": Entry("[B, T] float32", "-coeff * KL, or 0"),
     "reward": Entry("[B, T] float32", "reward_raw + reward_kl"),

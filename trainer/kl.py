@@ -52,7 +52,7 @@ class Leash:
 
     @property
     def needs_reference(self) -> bool:
-        """Return whether the update must score the reference in the same pass."""
+        """Return whether the update reads the distributions of the reference."""
         return self.where == "loss" and self.estimator == "full"
 
     def charge_reward(self, batch: TensorDictBase) -> TensorDictBase:

@@ -5,9 +5,12 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from envs.transforms import RetrieveKL
+from policies.padding import predicted
 from policies.protocols import Policy
-from policies.scorer import Scorer
+from policies.scorer import LOCAL, Scorer, score_in_parts
 from policies.weights import weights_of
+
+MAX_BYTES = 2**28  # of ref_states: they lie in memory until the update, which copies them
 
 
 class Reference:
@@ -42,9 +45,26 @@ class Reference:
         old, new = weights_of(self.scorer).named(), weights_of(self.policy.scorer).named()
         return {name: (old[name].detach(), new[name]) for name in new}
 
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return the batch with ref_log_probs.full and kl_penalty, [B, T]."""
-        return self.retrieve(batch)
+    @torch.no_grad()
+    def __call__(self, batch: TensorDictBase, *, keep: bool = False) -> TensorDictBase:
+        """Return the batch with ref_log_probs.full and kl_penalty, [B, T].
+
+        With `keep` also ref_states, so that the update needs no other pass of the reference's body;
+        without them if they are larger than MAX_BYTES or the weights are sharded: ranks must agree.
+        """
+        model, scorer, tokens = self.retrieve.ref_model, self.scorer, batch.get(("tokens", "full"))
+        if not keep or scorer.placement is not LOCAL:
+            return self.retrieve(batch)
+        if tokens.numel() * scorer.head().weight.shape[1] * scorer.model.dtype.itemsize > MAX_BYTES:
+            return self.retrieve(batch)
+        attention, group = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
+        limit = model.micro_batch_tokens
+        states = score_in_parts(scorer.states, tokens, attention, limit=limit, group_id=group)
+        sampled = predicted(attention, batch.get(("masks", "all_response_mask")))
+        temperature = model.scoring_temperature(batch, "temperature")
+        dist = scorer.distribution(states[sampled], sampled, temperature)
+        batch.set(("ref_log_probs", "full"), dist.scores(tokens).log_probs)
+        return self.retrieve[1](batch.set("ref_states", states))
 
     @torch.no_grad()
     def refresh(self, iteration: int) -> None:
@@ -74,7 +94,7 @@ class NoReference:
     scorer = None
     sha256 = ""
 
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+    def __call__(self, batch: TensorDictBase, *, keep: bool = False) -> TensorDictBase:
         """Return the batch."""
         return batch
 

@@ -120,7 +120,8 @@ class Trainer:
                 clock.lap("collect")
                 self.runtime.check_stop()
                 self.runtime.set_phase("score")
-                batch = self.retrieve_kl(batch)
+                keep = self.update.reference is self.retrieve_kl.scorer  # for the exact KL
+                batch = self.retrieve_kl(batch, keep=keep)
                 clock.lap("score")
                 self.runtime.check_stop()
         except Stopped:  # the resumed run repeats this iteration

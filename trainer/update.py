@@ -25,7 +25,9 @@ from trainer.runtime import Runtime
 
 # Keys that the update and the scorer read; `objective.reads` has the others.
 SCORED = reads(
-    ("tokens", "full"), ("masks", "all_attention_mask"), "loss_mask", "temperature", "group_id"
+    ("tokens", "full"),
+    ("masks", "all_attention_mask"),
+    *("loss_mask", "temperature", "group_id", "ref_states"),
 )
 
 
@@ -75,7 +77,8 @@ class Update:
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
         """Take the optimiser steps of one iteration; return the metrics of its last epoch."""
         check_charged(batch, self.objective.leash)
-        batch = batch.select(*SCORED, *self.objective.reads, strict=False)
+        original, batch = batch, batch.select(*SCORED, *self.objective.reads, strict=False)
+        original.pop("ref_states", None)  # large, and read here only
         self.scorer.train()
         log, first = _Log(), dict[str, float]()
         parts = split_rows(batch, self.minibatches) * self.epochs
@@ -162,6 +165,7 @@ class Update:
                 entropy=True,
                 learn_entropy=self.entropy.coeff > 0,
                 reference=self.reference,
+                ref_states=batch.get("ref_states", None),
                 pack=self.packing,
             )
             terms = self.objective(scores, batch)  # [B, T] each
