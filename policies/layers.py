@@ -1,7 +1,7 @@
 """Norm and MLP of Llama and Qwen with backwards that keep less for the same sums.
 
 Autograd keeps twice as much of a layer: casts, products and the activation's output. Here the norm
-keeps its input, the MLP the outputs of its two projections. SmolLM2 keeps 0.6 MB less of each token.
+keeps its input, the MLP the outputs of two projections. SmolLM2 keeps 0.6 MB less of each token.
 """
 
 from typing import Any

@@ -196,7 +196,8 @@ class _Sliced(torch.autograd.Function):
             if full is not None:
                 theirs = _tempered(logits(1, at), scale).sub_(norms[1])
                 ahead = log_ratio(mine, theirs).add_(1)  # of the tokens that both have
-                ahead = F.pad(ahead, (0, mine.shape[-1] - ahead.shape[-1]))
+                if ahead.shape != mine.shape:
+                    ahead = F.pad(ahead, (0, mine.shape[-1] - ahead.shape[-1]))
                 factor = ahead.sub_(kl + mass).mul_(full).add_(factor)
             if entropy is not None:
                 factor = mine.add_(spread).mul_(-entropy).add_(factor)
@@ -246,7 +247,7 @@ def log_ratio(curr: Tensor, ref: Tensor) -> Tensor:
     """Return log curr - log ref of the tokens that both have, 0 where curr rules them out."""
     size = min(curr.shape[-1], ref.shape[-1])
     curr, ref = curr[..., :size], ref[..., :size]
-    return (curr - ref).masked_fill(curr == -torch.inf, 0)
+    return (curr - ref).masked_fill_(curr == -torch.inf, 0)
 
 
 def _per_token(temperature: Tensor | float, keep: Tensor) -> Tensor | None:
