@@ -9,17 +9,12 @@ Left out on purpose: beams, and what only transformers' processors do (wrappers/
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
 
 from policies.padding import pad, positions
 from policies.random import inverse_cdf, uniforms
-
-ROOM = 16  # tokens that a layer of the cache may take before it is copied
 
 
 @dataclass(frozen=True)
@@ -196,9 +191,6 @@ class _Prefilled:
             logits_to_keep=1,
         )
         self.cache = out.past_key_values
-        for layer in self.cache.layers:
-            if type(layer) is DynamicLayer:  # a sliding one forgets: its tokens move
-                layer.__class__ = _RoomyLayer
         self.cache.batch_select_indices(owner)
         self.mask = mask[owner]  # [n, L]
         self.position = position[owner, -1:] + 1  # [n, 1]
@@ -219,32 +211,6 @@ class _Prefilled:
         )
         self.position = self.position + 1
         self.logits = out.logits[:, -1].float()
-
-
-class _RoomyLayer(DynamicLayer):
-    """A layer of the cache with room for more tokens: a token is written, the others stay."""
-
-    room: tuple[Tensor, Tensor] | None = None  # [n, heads, L + ROOM, D] of keys and of values
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        """Add the states [n, heads, t, D] of new tokens; return those of all tokens."""
-        start = self.get_seq_length()
-        end = start + key_states.shape[2]
-        if self.room is None or self.room[0].shape[2] < end:
-            wide = (0, 0, 0, end - start + ROOM)
-            self.room = F.pad(self.keys, wide), F.pad(self.values, wide)
-        for room, new in zip(self.room, (key_states, value_states), strict=True):
-            room[:, :, start:end] = new
-        self.keys, self.values = (room[:, :, :end] for room in self.room)
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
-        if self.room is None:
-            return super().batch_select_indices(indices)
-        end = self.get_seq_length()
-        keys, values = self.room = self.room[0][indices], self.room[1][indices]
-        self.keys, self.values = keys[:, :, :end], values[:, :, :end]
 
 
 def _first_of_each(prompts: Tensor, attention: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.measure import peak_bytes
-from policies import layout, sampler
+from policies import layout
 from policies.load import load_policy
 from policies.padding import pad, pad_mask
 from policies.random import fold, inverse_cdf, uniforms
@@ -135,20 +135,6 @@ def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="empty prompt"):
         sample(model_of(), torch.zeros(1, 0, dtype=torch.int64), streams=torch.zeros(1),
                stop=Stop(frozenset()), max_new_tokens=2)  # fmt: skip
-
-
-def test_replies_beyond_the_room_of_the_cache_have_the_log_probs_of_a_plain_forward(monkeypatch):
-    monkeypatch.setattr(sampler, "ROOM", 2)
-    model, prompts = model_of(), torch.stack(draw_rows([(3, [1, 1, 1])])).repeat_interleave(2, 0)
-    stop = Stop(frozenset(range(0, V, 8)))
-    out = sample(model, prompts, streams=torch.arange(6), stop=stop, max_new_tokens=12)
-    assert len(set(out.lengths.tolist())) > 2
-    assert max(out.lengths) > 6
-    for prompt, ids, log_probs, size in zip(
-        prompts, out.ids, out.log_probs, out.lengths, strict=True
-    ):
-        want = plain(model, torch.cat([prompt, ids[:size]]))[len(prompt) :]
-        torch.testing.assert_close(log_probs[:size].double(), want, atol=1e-5, rtol=0)
 
 
 def test_inverse_cdf_draws_the_distribution() -> None:
