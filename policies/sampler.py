@@ -153,14 +153,14 @@ def sample(
         past = None if seen is None else seen[alive]
         logits = filters.process(state.logits, seen=past, step=step, ends=stop_ids)  # [n, V]
         scaled = logits if temperature == 0 else filters.cut(logits / temperature)
+        probs = scaled.softmax(-1)
         if temperature == 0:
             sampled = logits.argmax(-1)
         else:
-            u = uniforms(streams[alive], starts[alive] + step)
-            sampled = inverse_cdf(scaled.softmax(-1), u)
+            sampled = inverse_cdf(probs, uniforms(streams[alive], starts[alive] + step))
         if seen is not None:
             seen[alive, sampled] = True
-        picked = scaled.gather(-1, sampled[:, None]).squeeze(-1) - scaled.logsumexp(-1)  # [n]
+        picked = probs.gather(-1, sampled[:, None]).squeeze(-1).log()  # [n]
         replies[alive, step], log_probs[alive, step] = sampled, picked
         lengths[alive] = step + 1
         ended = stop(replies[alive, : step + 1], stop_ids)
