@@ -6,7 +6,8 @@ For each case and repeat: leash trains `--iterations` iterations, TRL the same t
 settings (benchmarks/yardstick_trl.py), then the floor runs: the products of the linear layers and
 of the head, at the shapes and in the dtype of that iteration. Prints seconds per iteration
 (mean of all, the first included), CPU seconds per later iteration, and the peak of the memory.
-TRL is left out where --peer does not exist. Nothing is asserted.
+TRL is left out where --peer does not exist. Nothing is asserted. The ppo cases need a --peer with
+trl==1.12.0 (benchmarks/ppo_trl.py); their floor has the policy's products only.
 """
 
 import argparse
@@ -30,6 +31,11 @@ from trainer.runs.run_files import read_lines
 
 SMOLLM = "experiment=grpo_smollm algorithm=grpo kl.coeff=0.02 trainer.prompts_per_iteration=8"
 BF16 = f"{SMOLLM} policy.autocast=bfloat16"
+PPO = (  # the rewards differ: a rate near 0 keeps the lengths equal
+    "experiment=grpo_smollm algorithm=ppo algorithm.epochs=1 algorithm.minibatches=1"
+    " algorithm.critic.kind=separate algorithm.critic.lr_scale=1 kl.where=reward kl.estimator=k1"
+    " kl.coeff=0.02 policy.autocast=bfloat16 optimizer.lr=1e-9"
+)
 CASES = {  # name: overrides, threads
     "bfloat16": (BF16, 2),
     "float32": (f"{SMOLLM} policy.autocast=null", 2),
@@ -37,6 +43,8 @@ CASES = {  # name: overrides, threads
     "replies": (f"{BF16} policy.max_new_tokens=128", 2),
     "prompts": (f"{BF16} env=answers env.dataset={{long}} env.split=8", 2),
     "group": (f"{BF16} algorithm.group_size=64 trainer.prompts_per_iteration=2", 2),
+    "ppo": (f"{PPO} algorithm.group_size=8 trainer.prompts_per_iteration=8", 2),
+    "ppo_single": (f"{PPO} algorithm.group_size=1 trainer.prompts_per_iteration=64", 2),
     "tiny": (
         "experiment=grpo_tiny algorithm=grpo kl.coeff=0.02 optimizer.lr=5e-4"
         " trainer.prompts_per_iteration=32 policy.max_new_tokens=32",
@@ -84,12 +92,13 @@ def compare(place: Path, name: str, iterations: int, peer: Path) -> list[str]:
     costs, cells = [usage(place / "leash", logged), ("", "")], ["", ""]
     model = find_model(config["policy"]["model"]).folder
     if peer.exists() and config["kl"]["estimator"] != "full":  # TRL has no exact KL
-        command = [str(peer), "-m", "benchmarks.yardstick_trl", *map(str, (ours, model, theirs))]
+        module = "ppo_trl" if name.startswith("ppo") else "yardstick_trl"
+        command = [str(peer), "-m", f"benchmarks.{module}", *map(str, (ours, model, theirs))]
         monitor(command, place / "TRL", threads)
         lines = [row for row in read_lines(theirs / "log.jsonl") if "reward" in row]
         other = fmean(row["seconds"] for row in lines)
         cells, costs[1] = [f"{other:.2f}", f"{other / mine:.2f}"], usage(place / "TRL", lines)
-        shutil.rmtree(theirs / "model")
+        shutil.rmtree(theirs / "model", ignore_errors=True)  # the ppo cases have none
     torch.set_num_threads(threads)
     least = floor(config, model, logged)
     cells = [f"{mine:.2f}", *cells, f"{least:.2f}", f"{mine / least:.2f}"]
