@@ -63,13 +63,13 @@ def _by_reply(
     for row, sizes in enumerate(trees):
         queries, keys, values = (x[row, None].split(sizes, 2) for x in (query, key, value))
         done = []
-        for number, own in enumerate(queries):
+        for number, part in enumerate(queries):
             seen = [0, number] if number else [0]  # the shared prompt and itself
             k, v = (torch.cat([parts[i] for i in seen], 2) for parts in (keys, values))
-            count, size = own.shape[2], k.shape[2]
-            causal = own.new_ones(count, size, dtype=torch.bool).tril(size - count)[None, None]
+            count, size = part.shape[2], k.shape[2]
+            causal = part.new_ones(count, size, dtype=torch.bool).tril(size - count)[None, None]
             if count:
-                done.append(attend(module, own, k, v, causal, **kwargs)[0])
+                done.append(attend(module, part, k, v, causal, **kwargs)[0])
         rows.append(torch.cat(done, 1))
     return torch.cat(rows)
 
