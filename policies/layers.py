@@ -1,7 +1,7 @@
 """Norm and MLP of Llama and Qwen with backwards that keep less for the same sums.
 
-Autograd keeps twice as much of a layer: casts, products and the activation's output. Here the norm
-keeps its input, the MLP the outputs of two projections. SmolLM2 keeps 0.6 MB less of each token.
+Autograd keeps casts, products and outputs of the activation too. Here the norm keeps its input, the
+MLP the outputs of gate and up. A bfloat16 iteration of SmolLM2 takes 4.1 GiB instead of 4.5.
 """
 
 from typing import Any
@@ -21,6 +21,8 @@ def replace_layers(model: nn.Module) -> None:
     silu = getattr(model.config, "hidden_act", None) == "silu"
     for name, layer in model.named_modules():
         kind = type(layer).__name__
+        if not type(layer).__module__.startswith("transformers.models."):
+            continue  # another layer of that name
         if kind in NORMS and name.endswith("layernorm"):  # not the last one, nor those of heads
             layer.__class__ = RMSNorm
         elif kind in MLPS and silu:
@@ -35,7 +37,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the normalised states [..., H]."""
-        return _Norm.apply(hidden_states, self.weight, self.variance_epsilon)
+        inputs = hidden_states, self.weight, self.variance_epsilon
+        return _Norm.apply(*inputs) if torch.is_grad_enabled() else _normalise(*inputs)[0]
 
 
 class MLP(nn.Module):
@@ -47,20 +50,27 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs [..., H]."""
-        return self.down_proj(_GatedSiLU.apply(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if torch.is_grad_enabled():
+            return self.down_proj(_GatedSiLU.apply(gate, up))
+        return self.down_proj(F.silu(gate).mul_(up))
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the normalised x [..., H] and the factor [..., 1]; rounded as in transformers."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    out, device = (wide * scale).to(x.dtype) * weight, x.device.type
+    cast = torch.is_autocast_enabled(device)
+    return out.to(torch.get_autocast_dtype(device)) if cast else out, scale
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
-        wide = x.float()  # as transformers computes it
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        out, scale = _normalise(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        out = (wide * scale).to(x.dtype) * weight
-        device = x.device.type
-        return (
-            out.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else out
-        )
+        return out
 
     @staticmethod
     @once_differentiable

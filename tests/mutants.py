@@ -32,7 +32,9 @@ from plain_values import values_are_those_of_a_plain_forward
 from test_advantage import leaves_the_baseline
 from test_algorithms import PAPERS, agrees_with_its_paper
 from test_entropy import the_bonus_is_that_of_a_plain_softmax
+from test_invariance import attends_reply_by_reply
 from test_leash import charged_once
+from test_models import has_the_layers_of_transformers
 
 from trainer.kl_control import ConstantKLController
 from trainer.surrogates import token_ratio
@@ -164,6 +166,12 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
     "shift by one": after(lambda values: values.roll(1, -1)),
     "drop the end token": after(drop_end),
     "first log-prob zero": after(zero_first),
+    "replies without a prompt": lambda f: (
+        lambda module, q, k, v, trees, **more: f(
+            module, q, k, v, [[0, *sizes] for sizes in trees], **more
+        )
+    ),
+    "a norm without its mean": after(lambda out: (1.01 * out[0], *out[1:])),
     "replies see each other": after(lambda mask: torch.ones_like(mask).tril()),
     # The policy finds no ids and renders the chat.
     "tokenise again": lambda f: lambda td, ids, attention: td,
@@ -246,6 +254,8 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("drop the end token", contracts.alignment, SAMPLE),
     ("first log-prob zero", contracts.alignment, SAMPLE),
     ("replies see each other", contracts.alignment, "policies.layout:tree_mask"),
+    ("replies without a prompt", attends_reply_by_reply, "policies.attention:_by_reply"),
+    ("a norm without its mean", has_the_layers_of_transformers, "policies.layers:_Norm.backward"),
     ("tokenise again", contracts.token_in_token_out, "trainer.collect:_with_ids"),
     ("cut replies stay open", contracts.token_in_token_out, f"{RENDERER}.extend"),
     ("no temperature", contracts.one_temperature, f"{DIST}:_per_token"),

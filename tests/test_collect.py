@@ -159,7 +159,7 @@ def made() -> list[TensorDict]:
     ]
     retrieve = Reference(policy, load_reference(policy))
     source = trainer.DynamicRollouts(**parts, after_rollout=verbs, rounds=1)
-    scored = retrieve(source(0), keep=True)
+    scored = retrieve(source(0), keep_states=True)
     grpo = trainer.GroupAdvantage(group_size=G, leash=leash())(scored)
     policy.scorer.critic = Critic(policy.scorer)
     paid = leash(where="reward")

@@ -50,9 +50,10 @@ def packed(name: str) -> Tensor:
         return gradient(step(name))
 
 
-def reply_by_reply(name: str) -> Tensor:
+def reply_by_reply(name: str, largest: int = 0) -> Tensor:
+    """Attend a reply at a time, `largest` weights by plain products."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "LARGEST", 0)
+        patch.setattr(attention, "LARGEST", largest)
         return gradient(step(name))
 
 
@@ -103,6 +104,15 @@ def test_the_gradient_does_not_change(name, change) -> None:
 
 def test_packing_changes_the_layout_alone() -> None:
     assert far(whole("sft, packed"), whole("sft")) < TOLERANCE
+
+
+def attends_reply_by_reply() -> None:
+    """Check the plain products of each reply, where those of the whole rows are too many."""
+    batch, heads = step("grpo").batch, step("grpo").policy.model.config.num_attention_heads
+    mask, group = batch["masks", "all_attention_mask"], batch["group_id"]
+    rows, length = layout.shared(batch["tokens", "full"], mask, mask, group).input_ids.shape
+    got = reply_by_reply("grpo", largest=rows * heads * length**2 - 1)
+    assert far(got, whole("grpo")) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["rloo", "dr_grpo", "bnpo", "gspo", "reinforce_pp", "grpo_full"])

@@ -85,7 +85,7 @@ def test_grpo_gradient_is_that_of_a_loop_over_tokens(policy, aggregation, estima
     assert 0 < metrics["policy/clip_fraction"] < 1
     assert metrics["optim/grad_norm"] == pytest.approx(float(want.norm()), rel=1e-5)
     if estimator == "full":  # from the states of the score phase: no other pass of the body
-        kept = Reference(policy, reference)(batch.clone(), keep=True)
+        kept = Reference(policy, reference)(batch.clone(), keep_states=True)
         torch.testing.assert_close(kept["kl_penalty"], batch["kl_penalty"], rtol=0, atol=1e-12)
         reference.model.base_model.register_forward_hook(lambda *_: pytest.fail("a second pass"))
         policy.model.zero_grad()

@@ -10,7 +10,7 @@ from policies.protocols import Policy
 from policies.scorer import LOCAL, Scorer, score_in_parts
 from policies.weights import weights_of
 
-MAX_BYTES = 2**28  # of ref_states: they lie in memory until the update, which copies them
+MAX_BYTES = 2**28  # of ref_states; scoring and update have up to three times as much at once
 
 
 class Reference:
@@ -46,16 +46,17 @@ class Reference:
         return {name: (old[name].detach(), new[name]) for name in new}
 
     @torch.no_grad()
-    def __call__(self, batch: TensorDictBase, *, keep: bool = False) -> TensorDictBase:
+    def __call__(self, batch: TensorDictBase, *, keep_states: bool = False) -> TensorDictBase:
         """Return the batch with ref_log_probs.full and kl_penalty, [B, T].
 
-        With `keep` also ref_states, so that the update needs no other pass of the reference's body;
-        without them if they are larger than MAX_BYTES or the weights are sharded: ranks must agree.
+        With `keep_states` also ref_states, so that the update needs no pass of the reference's
+        body; not if they take more than MAX_BYTES or the weights are sharded: ranks must agree.
         """
         model, scorer, tokens = self.retrieve.ref_model, self.scorer, batch.get(("tokens", "full"))
-        if not keep or scorer.placement is not LOCAL:
+        if not keep_states or scorer.placement is not LOCAL:
             return self.retrieve(batch)
-        if tokens.numel() * scorer.head().weight.shape[1] * scorer.model.dtype.itemsize > MAX_BYTES:
+        weight = next(scorer.model.parameters())
+        if tokens.numel() * scorer.head().weight.shape[1] * weight.itemsize > MAX_BYTES:
             return self.retrieve(batch)
         attention, group = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
         limit = model.micro_batch_tokens
@@ -64,7 +65,7 @@ class Reference:
         temperature = model.scoring_temperature(batch, "temperature")
         dist = scorer.distribution(states[sampled], sampled, temperature)
         batch.set(("ref_log_probs", "full"), dist.scores(tokens).log_probs)
-        return self.retrieve[1](batch.set("ref_states", states))
+        return self.retrieve[1](batch.set("ref_states", states))  # its KLComputation
 
     @torch.no_grad()
     def refresh(self, iteration: int) -> None:
@@ -94,7 +95,7 @@ class NoReference:
     scorer = None
     sha256 = ""
 
-    def __call__(self, batch: TensorDictBase, *, keep: bool = False) -> TensorDictBase:
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the batch."""
         return batch
 

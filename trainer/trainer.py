@@ -110,6 +110,13 @@ class Trainer:
         done = self.progress.iteration
         self.checkpoints.maybe_save(done, self.state_dict(), last=done == self.num_iterations)
 
+    def score(self, batch: TensorDictBase) -> TensorDictBase:
+        """Add the KL to a batch, and what an update with the exact KL reads of its reference."""
+        reference = getattr(self.update, "reference", None)
+        if reference is not None and reference is self.retrieve_kl.scorer:
+            return self.retrieve_kl(batch, keep_states=True)
+        return self.retrieve_kl(batch)
+
     def _batch(self, i: int, clock: "Clock") -> TensorDictBase:
         """Return the batch with its KL; at a stop, save the state before iteration `i`."""
         states = self._states()
@@ -120,8 +127,7 @@ class Trainer:
                 clock.lap("collect")
                 self.runtime.check_stop()
                 self.runtime.set_phase("score")
-                keep = self.update.reference is self.retrieve_kl.scorer  # for the exact KL
-                batch = self.retrieve_kl(batch, keep=keep)
+                batch = self.score(batch)
                 clock.lap("score")
                 self.runtime.check_stop()
         except Stopped:  # the resumed run repeats this iteration

@@ -87,8 +87,7 @@ def profile(loop: Trainer, number: int) -> Iteration:
         return out
 
     batch = phase("generate", lambda: loop.source(number))
-    keep = loop.update.reference is loop.retrieve_kl.scorer
-    batch = phase("score", lambda: loop.advantage(loop.retrieve_kl(batch, keep=keep)))
+    batch = phase("score", lambda: loop.advantage(loop.score(batch)))
     phase("update", lambda: loop.update(batch))
     if loop.generator is not loop.policy:
         phase("sync", lambda: weight_sync(loop.policy, loop.generator))
