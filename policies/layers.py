@@ -58,11 +58,15 @@ class MLP(nn.Module):
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the normalised x [..., H] and the factor [..., 1]; rounded as in transformers."""
-    wide = x.float()
+    wide = _widened(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     out, device = (wide * scale).to(x.dtype) * weight, x.device.type
     cast = torch.is_autocast_enabled(device)
     return out.to(torch.get_autocast_dtype(device)) if cast else out, scale
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _Norm(torch.autograd.Function):
@@ -76,11 +80,11 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         x, weight, scale = ctx.saved_tensors
-        grad, normal = grad.float(), x.float() * scale
+        grad, normal = _widened(grad), _widened(x) * scale
         both = grad * normal
         by_weight = both.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         along = both.mul_(weight).mean(-1, keepdim=True)
-        by_x = normal.mul_(-along).addcmul_(grad, weight.float()).mul_(scale)
+        by_x = normal.mul_(-along).addcmul_(grad, _widened(weight)).mul_(scale)
         return by_x.to(x.dtype), by_weight, None
 
 
