@@ -1,6 +1,6 @@
 """Attention on a CPU: plain products for small inputs, where torch's fused kernel is slower.
 
-With 8 rows of 137 tokens in bfloat16, forward and backward take a third of the kernel's time.
+With 8 rows of 137 tokens in bfloat16, forward and backward take a quarter of the kernel's time.
 In large rows of several replies the products of a reply are with its prompt and itself only.
 """
 
