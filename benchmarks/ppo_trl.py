@@ -7,7 +7,6 @@ a model. The critic is a second model of the same size, the reference a third. W
 a line per iteration.
 """
 
-import argparse
 import json
 import os
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.yardstick_trl import order
+from benchmarks.yardstick_trl import order, read_arguments
 from conf.build import make_task
 
 
@@ -116,11 +115,7 @@ def train(config: Mapping[str, Any], start: Path, folder: Path) -> None:
 
 def main() -> None:
     """Train and write a log."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("run", "start", "folder"):
-        parser.add_argument(name, type=Path)
-    args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
+    args = read_arguments(__doc__)
     train(yaml.safe_load((args.run / "config.yaml").read_text()), args.start, args.folder)
 
 

@@ -189,13 +189,19 @@ def train(config: Mapping[str, Any], start: Path, folder: Path) -> None:
     trainer.save_model(str(folder / "model"))
 
 
-def main() -> None:
-    """Train and write a log."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def read_arguments(about: str | None) -> argparse.Namespace:
+    """Return the run of leash, the model and the folder, which then exists."""
+    parser = argparse.ArgumentParser(description=about)
     for name in ("run", "start", "folder"):
         parser.add_argument(name, type=Path)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def main() -> None:
+    """Train and write a log."""
+    args = read_arguments(__doc__)
     (args.folder / "log.jsonl").unlink(missing_ok=True)
     packages = ("trl", "transformers", "torch", "accelerate", "datasets")
     (args.folder / "versions.json").write_text(json.dumps({p: version(p) for p in packages}))

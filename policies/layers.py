@@ -57,7 +57,7 @@ class MLP(nn.Module):
 
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the normalised x [..., H] and the factor [..., 1]; rounded as in transformers."""
+    """Return the normalised x [..., H] and the factor [..., 1]; float64 is not rounded."""
     wide = _widened(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     out, device = (wide * scale).to(x.dtype) * weight, x.device.type

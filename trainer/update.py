@@ -27,7 +27,10 @@ from trainer.runtime import Runtime
 SCORED = reads(
     ("tokens", "full"),
     ("masks", "all_attention_mask"),
-    *("loss_mask", "temperature", "group_id", "ref_states"),
+    "loss_mask",
+    "temperature",
+    "group_id",
+    "ref_states",
 )
 
 
