@@ -9,9 +9,11 @@ Left out on purpose: beams, and what only transformers' processors do (wrappers/
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 
 from policies.padding import pad, positions
 from policies.random import inverse_cdf, uniforms
@@ -191,6 +193,7 @@ class _Prefilled:
             logits_to_keep=1,
         )
         self.cache = out.past_key_values
+        _narrow(self.cache, prompts.device.type)
         self.cache.batch_select_indices(owner)
         self.mask = mask[owner]  # [n, L]
         self.position = position[owner, -1:] + 1  # [n, 1]
@@ -211,6 +214,26 @@ class _Prefilled:
         )
         self.position = self.position + 1
         self.logits = out.logits[:, -1].float()
+
+
+class _NarrowLayer(DynamicLayer):
+    """The cache of a layer in the dtype of the products: autocast would cast it for each token."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        """Append keys and values; rotary embeddings make the keys float32."""
+        states = key_states.to(self.keys), value_states.to(self.values)
+        return super().update(*states, *args, **kwargs)
+
+
+def _narrow(cache: Any, device: str) -> None:
+    """Cast a cache to the dtype of autocast, if autocast is on."""
+    if not torch.is_autocast_enabled(device):
+        return
+    dtype = torch.get_autocast_dtype(device)
+    for layer in cache.layers:
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
+            layer.__class__ = _NarrowLayer
 
 
 def _first_of_each(prompts: Tensor, attention: Tensor) -> Tensor:

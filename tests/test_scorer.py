@@ -137,6 +137,23 @@ def test_an_empty_prompt_is_refused() -> None:
                stop=Stop(frozenset()), max_new_tokens=2)  # fmt: skip
 
 
+@torch.no_grad()
+def test_the_narrow_cache_of_autocast_changes_no_reply() -> None:
+    model, stop = load_policy("tiny").model, Stop(frozenset())
+    prompts, cache, want = torch.arange(12).reshape(2, 6), None, []
+    with torch.autocast("cpu", torch.bfloat16):
+        got = sample(model, prompts, streams=torch.arange(2), stop=stop, max_new_tokens=8,
+                     temperature=0)  # fmt: skip
+        ids = prompts
+        for _ in range(8):  # transformers' cache
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache, table = out.past_key_values, out.logits[:, -1].float().softmax(-1)
+            want.append(table.max(-1))
+            ids = want[-1].indices[:, None]
+    assert torch.equal(got.ids, torch.stack([w.indices for w in want], 1))
+    assert torch.equal(got.log_probs, torch.stack([w.values for w in want], 1).log())
+
+
 def test_inverse_cdf_draws_the_distribution() -> None:
     probs = torch.tensor([0.0, 0.5, 0.2, 0.0, 0.3])
     u = uniforms(fold(3, torch.arange(20000)), torch.zeros(20000, dtype=torch.int64))

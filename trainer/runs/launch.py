@@ -203,7 +203,7 @@ def _start_ranks(
     """Start one process per rank, with the environment variables of torchrun."""
     env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
     env |= {"OMP_NUM_THREADS": str(threads), "LEASH_PARENT": str(os.getpid())}
-    env.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: fewer page faults
+    env = _allocator() | env
     if "OMP_WAIT_POLICY" not in env:
         env.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads yield to other programs soon
     if ranks > 1:
@@ -214,6 +214,15 @@ def _start_ranks(
         names = {"RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
         out.append(subprocess.Popen(command, start_new_session=True, env=env | names))
     return out
+
+
+def _allocator() -> dict[str, str]:
+    """Return the variables of tcmalloc, if it is installed: it reuses memory sooner than glibc."""
+    folders = [Path(sys.prefix, "lib"), Path("/usr/local/lib"), Path("/usr/lib64"), Path("/usr/lib")]
+    folders += Path("/usr/lib").glob("*-linux-gnu")
+    files = [at / f"libtcmalloc{kind}.so.4" for at in folders for kind in ("_minimal", "")]
+    found = [str(file) for file in files if file.exists()]
+    return {"LD_PRELOAD": found[0]} if found else {"THP_MEM_ALLOC_ENABLE": "1"}  # huge pages
 
 
 def _wait(ranks: list[subprocess.Popen], folder: Path, signals: list[int]) -> tuple[int, int]:
