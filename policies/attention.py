@@ -45,8 +45,7 @@ def attend(
     if mask is not None:
         lowest = torch.finfo(scores.dtype).min  # finite: a padded query may see no key at all
         scores.masked_fill_(~mask[:, :, None, :, :size], lowest)
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    weights = weights.to(scores.dtype).view(rows, groups, -1, size)
+    weights = scores.softmax(-1).view(rows, groups, -1, size)  # bfloat16: float32 sums inside
     return (weights @ value).view(rows, heads, length, -1).transpose(1, 2), None
 
 

@@ -154,7 +154,8 @@ def sample(
     for step in range(max_new_tokens):
         past = None if seen is None else seen[alive]
         logits = filters.process(state.logits, seen=past, step=step, ends=stop_ids)  # [n, V]
-        scaled = logits if temperature == 0 else filters.cut(logits / temperature)
+        scaled = logits if temperature in (0, 1) else logits / temperature
+        scaled = scaled if temperature == 0 else filters.cut(scaled)
         probs = scaled.softmax(-1)
         if temperature == 0:
             sampled = logits.argmax(-1)

@@ -203,7 +203,8 @@ def _start_ranks(
     """Start one process per rank, with the environment variables of torchrun."""
     env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
     env |= {"OMP_NUM_THREADS": str(threads), "LEASH_PARENT": str(os.getpid())}
-    env = _allocator() | env
+    env.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: fewer page faults
+    env.setdefault("LD_PRELOAD", tcmalloc())
     if "OMP_WAIT_POLICY" not in env:
         env.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads yield to other programs soon
     if ranks > 1:
@@ -216,13 +217,12 @@ def _start_ranks(
     return out
 
 
-def _allocator() -> dict[str, str]:
-    """Return the variables of tcmalloc, if it is installed: it reuses memory sooner than glibc."""
+def tcmalloc() -> str:
+    """Return the path of tcmalloc, which reuses memory sooner than glibc, or "" without it."""
     folders = [Path(sys.prefix, "lib"), Path("/usr/local/lib"), Path("/usr/lib64"), Path("/usr/lib")]
     folders += Path("/usr/lib").glob("*-linux-gnu")
-    files = [at / f"libtcmalloc{kind}.so.4" for at in folders for kind in ("_minimal", "")]
-    found = [str(file) for file in files if file.exists()]
-    return {"LD_PRELOAD": found[0]} if found else {"THP_MEM_ALLOC_ENABLE": "1"}  # huge pages
+    files = (at / f"libtcmalloc{kind}.so.4" for at in folders for kind in ("_minimal", ""))
+    return next((str(file) for file in files if file.exists()), "")
 
 
 def _wait(ranks: list[subprocess.Popen], folder: Path, signals: list[int]) -> tuple[int, int]:
