@@ -222,8 +222,8 @@ class _NarrowLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Append keys and values; rotary embeddings make the keys float32."""
-        states = key_states.to(self.keys), value_states.to(self.values)
-        return super().update(*states, *args, **kwargs)
+        dtype = torch.get_autocast_dtype(key_states.device.type)
+        return super().update(key_states.to(dtype), value_states.to(dtype), *args, **kwargs)
 
 
 def _narrow(cache: Any, device: str) -> None:
@@ -232,7 +232,7 @@ def _narrow(cache: Any, device: str) -> None:
         return
     dtype = torch.get_autocast_dtype(device)
     for layer in cache.layers:
-        if type(layer) is DynamicLayer and layer.is_initialized:
+        if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
             layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
             layer.__class__ = _NarrowLayer
 

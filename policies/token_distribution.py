@@ -6,6 +6,7 @@ head's product if they were few enough to keep, or else computes them again.
 Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 NAMES = ("response", "assistant", "prompt", "attention")
 SLICE = 2**22  # logits held at a time, over the kept tokens: 16 MB of float32, more on a GPU
+BLOCK = 4  # slices of a product in the forward: on a CPU a product of few rows is slow
 SAVED = 2**28  # bytes of outputs of the head that the backward may keep
 
 
@@ -139,25 +141,24 @@ class _Sliced(torch.autograd.Function):
         """Return the columns; `reads` are (head, states) of the policy and of the reference."""
         keep = keep and any(ctx.needs_input_grad[:3])
         size, parts, norms, saved = min(len(head.weight) for head, _ in reads), [], [], []
-        for at in _slices(len(target), len(weight), target.device):
-            outputs = [head.product(states[at]) for head, states in reads]  # [k, V]
+        for at, outputs in _products(reads, len(weight)):
             both = [
-                _tempered(r[0].finish(x), scale, at) for r, x in zip(reads, outputs, strict=True)
+                _normalised(_tempered(head.finish(x), scale, at), saved=x if keep else None)
+                for (head, _), x in zip(reads, outputs, strict=True)
             ]
-            mine, *theirs = rows = [z.log_softmax(-1) for z in both]
-            norms.append([z.amax(-1) - p.amax(-1) for z, p in zip(both, rows, strict=True)])
+            (mine, probs, _), *theirs = both
+            norms.append([norm for *_, norm in both])
             log_prob = mine.gather(-1, target[at, None]).squeeze(-1)
-            probs: Any = mine.exp() if entropy or theirs else None
-            spread = -(probs * mine).sum(-1) if entropy else None
-            full = full_kl(mine, *theirs, probs=probs) if theirs else None
+            full = full_kl(mine, theirs[0][0], probs=probs) if theirs else None
             mass = probs[:, :size].sum(-1) if theirs and size < len(weight) else None
+            spread = -probs.mul_(mine).sum(-1) if entropy else None
             parts.append((log_prob, spread, full, mass))
             saved += outputs if keep else []  # by slice, then by distribution
         *columns, mass = [
             torch.cat(c) if c[0] is not None else None for c in zip(*parts, strict=True)
         ]
         ctx.save_for_backward(states, weight, bias, *columns[1:], *saved)
-        norms = [torch.cat(n)[:, None] for n in zip(*norms, strict=True)]  # [K, 1] of each
+        norms = [torch.cat(n) for n in zip(*norms, strict=True)]  # [K, 1] of each
         ctx.inputs = reads, target, scale, norms, 1 if mass is None else mass[:, None]
         ctx.set_materialize_grads(False)
         if entropy and not learn:
@@ -195,10 +196,10 @@ class _Sliced(torch.autograd.Function):
             factor = 0.0 if log_prob is None else -log_prob  # of p
             if full is not None:
                 theirs = _tempered(logits(1, at), scale).sub_(norms[1])
-                ahead = log_ratio(mine, theirs).add_(1)  # of the tokens that both have
-                if ahead.shape != mine.shape:
-                    ahead = F.pad(ahead, (0, mine.shape[-1] - ahead.shape[-1]))
-                factor = ahead.sub_(kl + mass).mul_(full).add_(factor)
+                behind = log_ratio(theirs, mine).sub_(1)  # of the tokens that both have
+                if behind.shape != mine.shape:
+                    behind = F.pad(behind, (0, mine.shape[-1] - behind.shape[-1]))
+                factor = behind.add_(kl + mass).mul_(-full).add_(factor)
             if entropy is not None:
                 factor = mine.add_(spread).mul_(-entropy).add_(factor)
             grad.mul_(factor)
@@ -216,10 +217,31 @@ class _Sliced(torch.autograd.Function):
         return by_states, by_weight, by_bias, *[None] * 6
 
 
-def _slices(count: int, width: int, device: torch.device) -> list[slice]:
-    """Return slices of `count` rows of `width` logits, SLICE logits at most in each."""
-    step = max(SLICE * (1 if device.type == "cpu" else 16) // max(width, 1), 1)
-    return [slice(i, i + step) for i in range(0, max(count, 1), step)]
+def _products(reads: list[tuple[Head, Tensor]], width: int) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yield slices of the kept tokens and, for each head and its states, the outputs [k, V]."""
+    count, device = len(reads[0][1]), reads[0][1].device
+    for block in _slices(count, width, device, BLOCK):
+        outputs = [head.product(states[block]) for head, states in reads]
+        for at in _slices(len(outputs[0]), width, device):
+            place = slice(block.start + at.start, block.start + at.stop)
+            yield place, [x[at] for x in outputs]
+
+
+def _slices(count: int, width: int, device: torch.device, times: int = 1) -> list[slice]:
+    """Return slices of `count` rows of `width` logits, `times` SLICE logits at most in each."""
+    step = max(SLICE * (times if device.type == "cpu" else 16) // max(width, 1), 1)
+    return [slice(i, min(i + step, count)) for i in range(0, max(count, 1), step)]
+
+
+def _normalised(logits: Tensor, saved: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs and probabilities [k, V], and the log of the sum of exp(logits) [k, 1].
+
+    The log-probs overwrite the logits, unless these are `saved`.
+    """
+    probs = logits.softmax(-1)
+    most, log_sum = logits.amax(-1, keepdim=True), -probs.amax(-1, keepdim=True).log()
+    logits = logits - most if logits is saved else logits.sub_(most)
+    return logits.sub_(log_sum), probs, most + log_sum
 
 
 def _tempered(logits: Tensor, scale: Tensor | None, at: slice = slice(None)) -> Tensor:
@@ -230,7 +252,7 @@ def _tempered(logits: Tensor, scale: Tensor | None, at: slice = slice(None)) -> 
 def full_kl(curr: Tensor, ref: Tensor, probs: Tensor | None = None) -> Tensor:
     """Return the exact KL(curr || ref) over the vocabulary; log-probs [*, V] in and [*] out.
 
-    `probs` is the exp of `curr`, if it is known.
+    `probs` is the exp of `curr`, if it is known. `ref` is overwritten.
 
     Tokens ruled out under curr (-inf) contribute nothing, nor do those that only one of the two
     has: rows that pad an embedding.
@@ -238,16 +260,19 @@ def full_kl(curr: Tensor, ref: Tensor, probs: Tensor | None = None) -> Tensor:
     >>> round(full_kl(*torch.tensor([[0.0, 0.0], [1.0, 0.0]]).log_softmax(-1)).item(), 4)
     0.1201
     """
-    ratio = log_ratio(curr, ref)
     probs = curr.exp() if probs is None else probs
-    return (probs[..., : ratio.shape[-1]] * ratio).sum(-1)
+    ratio = log_ratio(ref, curr)
+    return -ratio.mul_(probs[..., : ratio.shape[-1]]).sum(-1)
 
 
-def log_ratio(curr: Tensor, ref: Tensor) -> Tensor:
-    """Return log curr - log ref of the tokens that both have, 0 where curr rules them out."""
+def log_ratio(ref: Tensor, curr: Tensor) -> Tensor:
+    """Return log ref - log curr of the tokens that both have, 0 where curr rules them out.
+
+    It overwrites `ref`.
+    """
     size = min(curr.shape[-1], ref.shape[-1])
     curr, ref = curr[..., :size], ref[..., :size]
-    return (curr - ref).masked_fill_(curr == -torch.inf, 0)
+    return ref.sub_(curr).masked_fill_(curr == -torch.inf, 0)
 
 
 def _per_token(temperature: Tensor | float, keep: Tensor) -> Tensor | None:

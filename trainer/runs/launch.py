@@ -219,8 +219,8 @@ def _start_ranks(
 
 def tcmalloc() -> str:
     """Return the path of tcmalloc, which reuses memory sooner than glibc, or "" without it."""
-    folders = [Path(sys.prefix, "lib"), Path("/usr/local/lib"), Path("/usr/lib64"), Path("/usr/lib")]
-    folders += Path("/usr/lib").glob("*-linux-gnu")
+    folders = [Path(sys.prefix, "lib"), Path("/usr/local/lib"), Path("/usr/lib64")]
+    folders += [Path("/usr/lib"), *Path("/usr/lib").glob("*-linux-gnu")]
     files = (at / f"libtcmalloc{kind}.so.4" for at in folders for kind in ("_minimal", ""))
     return next((str(file) for file in files if file.exists()), "")
 
