@@ -3,7 +3,8 @@
 # docker run --rm [--gpus all] -v $PWD/outputs:/leash/outputs leash experiment=grpo_tiny
 FROM python:3.11-slim
 ARG TORCH=cpu
-RUN apt-get update -qq && apt-get install -qq -y --no-install-recommends make && rm -rf /var/lib/apt/lists/*
+RUN apt-get update -qq && apt-get install -qq -y --no-install-recommends make libtcmalloc-minimal4 \
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /leash
 # Torch first: a change of the code does not fetch it again.
 COPY constraints.txt .

@@ -5,6 +5,7 @@ its status.json has an iteration.
 """
 
 import os
+import platform
 import runpy
 import shutil
 import signal
@@ -219,9 +220,9 @@ def _start_ranks(
 
 def tcmalloc() -> str:
     """Return the path of tcmalloc, which reuses memory sooner than glibc, or "" without it."""
-    folders = [Path(sys.prefix, "lib"), Path("/usr/local/lib"), Path("/usr/lib64")]
-    folders += [Path("/usr/lib"), *Path("/usr/lib").glob("*-linux-gnu")]
-    files = (at / f"libtcmalloc{kind}.so.4" for at in folders for kind in ("_minimal", ""))
+    folders = [f"{sys.prefix}/lib", "/usr/local/lib", "/usr/lib64"]
+    folders += [f"/usr/lib/{platform.machine()}-linux-gnu"]
+    files = (Path(at, f"libtcmalloc{kind}.so.4") for at in folders for kind in ("_minimal", ""))
     return next((str(file) for file in files if file.exists()), "")
 
 
