@@ -80,13 +80,13 @@ def not_finite(past: Past) -> Values:
 
 
 def falling(past: Past) -> Values:
-    """Report a run that lost at least half of its gain, by three standard errors."""
+    """Report a run that lost half of its gain by five standard errors: the best of many is luck."""
     name, sign, first, values = past.signal()
     if len(past.lines) < 3 * BASE or len(values) < 2 * BASE or not first:
         return None
     means = [fmean(values[i : i + BASE]) for i in range(len(values) - BASE + 1)]
     start, best, now = fmean(first), max(means), means[-1]
-    noise = 3 * _error(values[means.index(best) :][:BASE], values[-BASE:])
+    noise = 5 * _error(values[means.index(best) :][:BASE], values[-BASE:])
     lost = best - start > noise and best - now > max(noise, (best - start) / 2)
     if not lost and start - now <= noise:
         return None
