@@ -155,7 +155,8 @@ def sample(
         past = None if seen is None else seen[alive]
         logits = filters.process(state.logits, seen=past, step=step, ends=stop_ids)  # [n, V]
         scaled = logits if temperature in (0, 1) else logits / temperature
-        scaled = scaled if temperature == 0 else filters.cut(scaled)
+        if temperature > 0:
+            scaled = filters.cut(scaled)
         probs = scaled.softmax(-1)
         if temperature == 0:
             sampled = logits.argmax(-1)
@@ -227,7 +228,7 @@ class _NarrowLayer(DynamicLayer):
 
 
 def _narrow(cache: Any, device: str) -> None:
-    """Cast a cache to the dtype of autocast, if autocast is on."""
+    """Cast the layers of full attention to the dtype of autocast, if autocast is on."""
     if not torch.is_autocast_enabled(device):
         return
     dtype = torch.get_autocast_dtype(device)

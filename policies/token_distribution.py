@@ -1,7 +1,7 @@
 """The distribution of each kept token, from the states before it, without logits [B, T, V].
 
-float32 logits exist for a slice of the kept tokens at a time. The backward reads the outputs of the
-head's product if they were few enough to keep, or else computes them again.
+float32 logits exist for a few slices of the kept tokens at a time. The backward reads the outputs
+of the head's product if they were few enough to keep, or else computes them again.
 
 Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 NAMES = ("response", "assistant", "prompt", "attention")
-SLICE = 2**22  # logits held at a time, over the kept tokens: 16 MB of float32, more on a GPU
-BLOCK = 4  # slices of a product in the forward: on a CPU a product of few rows is slow
+SLICE = 2**22  # logits at a time, over the kept tokens: 16 MB of float32; on a GPU 16 times that
+BLOCK = 4  # slices that the forward multiplies at once: on a CPU a product of few rows is slow
 SAVED = 2**28  # bytes of outputs of the head that the backward may keep
 
 
@@ -228,20 +228,21 @@ def _products(reads: list[tuple[Head, Tensor]], width: int) -> Iterator[tuple[sl
 
 
 def _slices(count: int, width: int, device: torch.device, times: int = 1) -> list[slice]:
-    """Return slices of `count` rows of `width` logits, `times` SLICE logits at most in each."""
+    """Return slices of `count` rows of `width` logits; `times` as many rows on a CPU."""
     step = max(SLICE * (times if device.type == "cpu" else 16) // max(width, 1), 1)
     return [slice(i, min(i + step, count)) for i in range(0, max(count, 1), step)]
 
 
 def _normalised(logits: Tensor, saved: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs and probabilities [k, V], and the log of the sum of exp(logits) [k, 1].
+    """Return log-probs and probabilities [k, V], and the logsumexp of the logits [k, 1].
 
     The log-probs overwrite the logits, unless these are `saved`.
     """
     probs = logits.softmax(-1)
-    most, log_sum = logits.amax(-1, keepdim=True), -probs.amax(-1, keepdim=True).log()
+    most = logits.amax(-1, keepdim=True)
+    rest = -probs.amax(-1, keepdim=True).log()  # logsumexp of logits - most: exp(0) / sum = max
     logits = logits - most if logits is saved else logits.sub_(most)
-    return logits.sub_(log_sum), probs, most + log_sum
+    return logits.sub_(rest), probs, most + rest
 
 
 def _tempered(logits: Tensor, scale: Tensor | None, at: slice = slice(None)) -> Tensor:

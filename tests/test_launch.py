@@ -17,7 +17,7 @@ from conf.compose import compose_checked, compose_experiment
 from envs.rewards.trl_function import register
 from trainer.runs.experiment_models import cache_folder, resolve_experiment
 from trainer.runs.folders import unique_folder
-from trainer.runs.launch import cores, run
+from trainer.runs.launch import cores, run, tcmalloc
 from trainer.runs.launch import start as start_run
 from trainer.runs.lock import is_free, locked, locked_by_rank, reserved_gpus
 from trainer.runs.run_files import read_status
@@ -303,3 +303,11 @@ def test_a_signal_stops_a_run_in_this_process_too(tmp_path, monkeypatch, number,
             signal.signal(kind, handler)
     assert stopped.value.code == code
     assert read_status(tmp_path)["state"] == "preempted"
+
+
+def test_tcmalloc_is_that_of_the_python_if_it_has_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    file = tmp_path / "lib" / "libtcmalloc.so.4"
+    file.parent.mkdir()
+    file.touch()
+    assert tcmalloc() == str(file)

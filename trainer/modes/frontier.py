@@ -26,5 +26,5 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     about = {"model": loop.policy.files.sha256, "samples": samples}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps({**about, **rewards}))
-    loop.observers.say(f"written    {path}")
+    loop.observers.say(f"written    {FILE}")
     return 0.0

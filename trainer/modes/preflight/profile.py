@@ -99,8 +99,11 @@ def restart_peak(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    with suppress(OSError, AttributeError):  # glibc returns freed memory to the system
+    with suppress(
+        OSError, AttributeError
+    ):  # glibc returns freed memory to the system, then tcmalloc
         ctypes.CDLL(None).malloc_trim(0)
+        ctypes.CDLL(None).MallocExtension_ReleaseFreeMemory()
     with suppress(OSError):  # Linux
         Path("/proc/self/clear_refs").write_text("5")
     return psutil.Process().memory_info().rss
