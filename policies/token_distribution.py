@@ -253,7 +253,7 @@ def _tempered(logits: Tensor, scale: Tensor | None, at: slice = slice(None)) -> 
 def full_kl(curr: Tensor, ref: Tensor, probs: Tensor | None = None) -> Tensor:
     """Return the exact KL(curr || ref) over the vocabulary; log-probs [*, V] in and [*] out.
 
-    `probs` is the exp of `curr`, if it is known. `ref` is overwritten.
+    `probs` is the exp of `curr`, if it is known. Overwrites `ref`, so it is not for autograd.
 
     Tokens ruled out under curr (-inf) contribute nothing, nor do those that only one of the two
     has: rows that pad an embedding.
