@@ -228,7 +228,7 @@ def _products(reads: list[tuple[Head, Tensor]], width: int) -> Iterator[tuple[sl
 
 
 def _slices(count: int, width: int, device: torch.device, times: int = 1) -> list[slice]:
-    """Return slices of `count` rows of `width` logits; `times` as many rows on a CPU."""
+    """Return slices of `count` rows of `width` logits, SLICE in each, on a CPU `times` SLICE."""
     step = max(SLICE * (times if device.type == "cpu" else 16) // max(width, 1), 1)
     return [slice(i, min(i + step, count)) for i in range(0, max(count, 1), step)]
 
@@ -269,7 +269,7 @@ def full_kl(curr: Tensor, ref: Tensor, probs: Tensor | None = None) -> Tensor:
 def log_ratio(ref: Tensor, curr: Tensor) -> Tensor:
     """Return log ref - log curr of the tokens that both have, 0 where curr rules them out.
 
-    It overwrites `ref`.
+    The ratio overwrites `ref`.
     """
     size = min(curr.shape[-1], ref.shape[-1])
     curr, ref = curr[..., :size], ref[..., :size]

@@ -80,7 +80,10 @@ def not_finite(past: Past) -> Values:
 
 
 def falling(past: Past) -> Values:
-    """Report a run that lost half of its gain by five standard errors: the best of many is luck."""
+    """Report a run that lost half of its gain, or fell below its start, by five standard errors.
+
+    Three are too few: the best of many means is high by chance.
+    """
     name, sign, first, values = past.signal()
     if len(past.lines) < 3 * BASE or len(values) < 2 * BASE or not first:
         return None

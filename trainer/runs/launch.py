@@ -220,9 +220,9 @@ def _start_ranks(
 
 def tcmalloc() -> str:
     """Return the path of tcmalloc, which reuses memory sooner than glibc, or "" without it."""
-    folders = [f"{sys.base_prefix}/lib", "/usr/local/lib", "/usr/lib64"]
-    folders += [f"/usr/lib/{platform.machine()}-linux-gnu"]
-    files = (Path(at, f"libtcmalloc{kind}.so.4") for at in folders for kind in ("_minimal", ""))
+    system = "/usr/local/lib", "/usr/lib64", f"/usr/lib/{platform.machine()}-linux-gnu"
+    folders, kinds = (f"{sys.base_prefix}/lib", *system), ("_minimal", "")
+    files = (Path(at, f"libtcmalloc{kind}.so.4") for at in folders for kind in kinds)
     return next((str(file) for file in files if file.exists()), "")
 
 
