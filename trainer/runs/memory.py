@@ -1,0 +1,74 @@
+"""Memory of a run on a CPU: its allocator, and pages before the tensors need them. Torch-free.
+
+Linux gives a process a page at its first touch, which takes 0.3 to 3 s per GiB on a virtual
+machine. tcmalloc keeps freed memory, so what a thread touches and frees during the imports is
+there for gradients, moments and activations.
+"""
+
+import ctypes
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import psutil
+
+from policies.models import EMBEDDED, embedded_folder
+
+BYTES = 24  # per weight: itself 4, gradient 4, moments 8, reference 2 to 4, the rest activations
+BLOCK = 2**28  # tcmalloc reports allocations from 1 GiB on
+
+
+def tcmalloc() -> str:
+    """Return the path of tcmalloc, which reuses memory sooner than glibc, or "" without it."""
+    system = "/usr/local/lib", "/usr/lib64", f"/usr/lib/{platform.machine()}-linux-gnu"
+    folders, kinds = (f"{sys.base_prefix}/lib", *system), ("_minimal", "")
+    files = (Path(at, f"libtcmalloc{kind}.so.4") for at in folders for kind in kinds)
+    return next((str(file) for file in files if file.exists()), "")
+
+
+def touch_memory(config: Mapping[str, Any]) -> None:
+    """Touch in a thread the memory that full training of policy.model on a CPU needs.
+
+    At most half of what is available. Nothing without tcmalloc, with a GPU or an adapter, or for a
+    model that is not in a folder yet.
+    """
+    policy, ranks = config["policy"], config["launch"]["num_processes"]
+    full = config["mode"] == "train" and not config["preflight"] and not policy["lora"]["r"]
+    gpu = any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/kfd"))
+    if full and not gpu and "tcmalloc" in os.environ.get("LD_PRELOAD", ""):
+        Thread(target=_touch_for, args=(policy["model"], ranks), daemon=True).start()
+
+
+def _touch_for(model: str, ranks: int) -> None:
+    with suppress(Exception):  # the run itself reports a damaged model
+        folder = embedded_folder() if model == EMBEDDED else Path(model).expanduser()
+        available = psutil.virtual_memory().available
+        touch(min(BYTES * count_weights(folder), available // (2 * ranks)))
+
+
+def touch(size: int) -> None:
+    """Touch `size` bytes, rounded down to blocks, and free them."""
+    c = ctypes.CDLL(None)
+    c.malloc.restype = ctypes.c_void_p
+    blocks = [ctypes.c_void_p(c.malloc(BLOCK)) for _ in range(size // BLOCK)]
+    for block in filter(None, blocks):
+        c.memset(block, 0, BLOCK)
+    for block in blocks:
+        c.free(block)
+
+
+def count_weights(folder: Path) -> int:
+    """Return the number of weights that the safetensors files of a folder list, 0 without one."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        count += sum(math.prod(entry.get("shape", [0])) for entry in header.values())
+    return count
