@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from policies import products
+
 # transformers' classes with the forward of Llama's
 NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP")
@@ -21,6 +23,8 @@ def replace_layers(model: nn.Module) -> None:
     silu = getattr(model.config, "hidden_act", None) == "silu"
     for name, layer in model.named_modules():
         kind = type(layer).__name__
+        if type(layer) is nn.Linear and products.ONEDNN_IS_FASTER:
+            layer.__class__ = products.Linear
         if not type(layer).__module__.startswith("transformers.models."):
             continue  # another layer of that name
         if kind in NORMS and name.endswith("layernorm"):  # not the last one, nor those of heads

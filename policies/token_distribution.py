@@ -16,6 +16,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from policies.products import linear, mm
+
 NAMES = ("response", "assistant", "prompt", "attention")
 SLICE = 2**22  # logits at a time, over the kept tokens: 16 MB of float32; on a GPU 16 times that
 BLOCK = 4  # slices that the forward multiplies at once: on a CPU a product of few rows is slow
@@ -50,7 +52,7 @@ class Head:
         dtype = self.dtype or self.weight.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(hidden.device.type, enabled=False):  # as the backward computes it
-            return F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
+            return linear(hidden.to(dtype), self.weight.to(dtype), bias)
 
     def finish(self, outputs: Tensor) -> Tensor:
         """Return the logits of outputs of the product."""
@@ -211,9 +213,9 @@ class _Sliced(torch.autograd.Function):
             if by_bias is not None:
                 by_bias[at] = grad.sum(0)
             grad = grad.to(hidden.dtype)
-            by_states += grad @ head.weight[at]
+            by_states += mm(grad, head.weight[at])
             if by_weight is not None:
-                by_weight[at] = grad.T @ hidden
+                by_weight[at] = mm(grad.T, hidden)
         return by_states, by_weight, by_bias, *[None] * 6
 
 

@@ -1,0 +1,66 @@
+"""Products of float32 matrices on AMD processors, by oneDNN.
+
+torch multiplies them by MKL, which has no AVX-512 kernels for AMD: oneDNN takes half the time.
+Other products are torch's: small ones, other dtypes and devices, other processors.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+SMALLEST = 2**21  # multiplications; a call of oneDNN takes 10 us more than one of MKL
+CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+ONEDNN_IS_FASTER = (
+    "AuthenticAMD" in CPU and "avx512f" in CPU and torch.backends.mkldnn.is_available()
+)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x [*, K] @ weight.T [K, N] + bias [N]."""
+    if _by_onednn(x, weight, x.numel() * len(weight)):
+        return _Linear.apply(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """Return a [M, K] @ b [K, N], without a gradient."""
+    return _onednn(a, b.T) if _by_onednn(a, b, a.numel() * b.shape[1]) else a @ b
+
+
+class Linear(nn.Linear):
+    """nn.Linear with the products above."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the outputs [*, N]."""
+        if torch.is_autocast_enabled(input.device.type):
+            return super().forward(input)
+        return linear(input, self.weight, self.bias)
+
+
+def _by_onednn(a: Tensor, b: Tensor, count: int) -> bool:
+    single = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
+    return ONEDNN_IS_FASTER and single and count >= SMALLEST
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None):  # type: ignore[override]
+        ctx.save_for_backward(x, weight)
+        return _onednn(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        rows, (for_x, for_weight, for_bias) = grad.flatten(0, -2), ctx.needs_input_grad
+        by_x = mm(rows, weight).view_as(x) if for_x else None
+        by_weight = mm(rows.T, x.flatten(0, -2)) if for_weight else None
+        return by_x, by_weight, rows.sum(0) if for_bias else None
