@@ -6,8 +6,6 @@ import torch.nn.functional as F
 
 from policies import products
 
-FITS = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
 
 @pytest.fixture
 def all_by_onednn(monkeypatch):
@@ -15,7 +13,7 @@ def all_by_onednn(monkeypatch):
     monkeypatch.setattr(products, "SMALLEST", 1)
 
 
-@pytest.mark.skipif(not FITS, reason="this torch has no oneDNN")
+@pytest.mark.skipif(not products.ONEDNN, reason="this torch has no oneDNN")
 @pytest.mark.parametrize("shape", [(7, 24), (2, 5, 24), (1, 24)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_and_its_gradients_are_those_of_float64(all_by_onednn, shape, bias):
@@ -34,7 +32,7 @@ def test_linear_and_its_gradients_are_those_of_float64(all_by_onednn, shape, bia
         torch.testing.assert_close(got.double(), right, atol=1e-5, rtol=0)
 
 
-@pytest.mark.skipif(not FITS, reason="this torch has no oneDNN")
+@pytest.mark.skipif(not products.ONEDNN, reason="this torch has no oneDNN")
 def test_frozen_weights_get_no_gradient_and_other_dtypes_are_left_to_torch(all_by_onednn):
     x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(5, 8)
     products.linear(x, weight).sum().backward()

@@ -21,7 +21,7 @@ import psutil
 
 from policies.models import EMBEDDED, embedded_folder
 
-BYTES = 24  # per weight: itself 4, gradient 4, moments 8, reference 2 to 4, the rest activations
+BYTES = 28  # per weight: itself 4, gradient 4, moments 8, copies 6; the rest for activations
 BLOCK = 2**28  # tcmalloc reports allocations from 1 GiB on
 
 
