@@ -10,6 +10,7 @@ The result is exact (the same sums in another order), and the row has one prompt
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -57,9 +58,8 @@ def plain(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
 
 def shared(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor) -> Layout:
     """Lay out the sequences of each group in one row, with their prompt once; group_id [B]."""
-    rows, trees = unpad(tokens, attention), groups(group_id)
-    lengths = [_common_prefix([rows[i] for i in members]) for members in trees]
-    return _trees(tokens, attention, keep, trees, lengths)
+    trees = groups(group_id)
+    return _trees(tokens, attention, keep, trees, _common_prefixes(tokens, attention, trees))
 
 
 def packed(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
@@ -72,55 +72,53 @@ def _trees(
     tokens: Tensor, attention: Tensor, keep: Tensor, trees: list[list[int]], lengths: list[int]
 ) -> Layout:
     """Lay out each tree of sequences in one row; `lengths`: shared prompt tokens of each tree."""
-    rows = unpad(tokens, attention)
-    device = tokens.device
-    base = torch.zeros(len(rows), dtype=torch.int64)  # [B] first reply column of each row
-    prefix = torch.zeros(len(rows), dtype=torch.int64)  # [B] length of the shared prefix
-    tree = torch.zeros(len(rows), dtype=torch.int64)  # [B] row in the layout
-    ids, position_ids, segments, sizes = [], [], [], []
+    rows, places = unpad(tokens, attention), [(0, 0, 0)] * len(tokens)
+    ids, sizes = [], []
     for r, (members, length) in enumerate(zip(trees, lengths, strict=True)):
-        parts, position = [rows[members[0]][:length]], [torch.arange(length, device=device)]
-        segment = [torch.zeros(length, dtype=torch.int64, device=device)]
-        column = length
-        for s, i in enumerate(members, start=1):
-            reply = rows[i][length:]
-            base[i], prefix[i], tree[i] = column, length, r
-            parts.append(reply)
-            position.append(torch.arange(length, length + len(reply), device=device))
-            segment.append(torch.full_like(reply, s))
-            column += len(reply)
-        ids.append(torch.cat(parts))
-        sizes.append([len(part) for part in parts])
-        position_ids.append(torch.cat(position))
-        segments.append(torch.cat(segment))
-    input_ids, segment_ids = pad(ids), pad(segments, -1)  # [R, L]
-    base, prefix, tree = (x.to(device)[:, None] for x in (base, prefix, tree))
+        replies = [rows[i][length:] for i in members]
+        ids.append(torch.cat([rows[members[0]][:length], *replies]))
+        sizes.append([length, *map(len, replies)])
+        for i, base in zip(members, accumulate(sizes[-1]), strict=False):
+            places[i] = (r, length, base)  # row, prompt, first column of the reply
+    input_ids = pad(ids)  # [R, L]
+    count, width = input_ids.shape
+    counts = pad([torch.tensor(row) for row in sizes])  # [R, 1 + G]
+    starts, ends = counts.cumsum(1) - counts, counts.sum(1, keepdim=True)
+    column = torch.arange(width).repeat(count, 1)  # [R, L]
+    segment = torch.searchsorted(starts, column, right=True) - 1  # 0 the prompt, 1 a first reply
+    behind = (starts - counts[:, :1]).clamp(min=0)  # columns of earlier replies
+    position = torch.where(column < ends, column - behind.gather(1, segment), 0)
+    segment = segment.masked_fill(column >= ends, -1).to(tokens.device)
+    tree, prefix, base = torch.tensor(places, device=tokens.device).T.unsqueeze(-1)  # [B, 1] each
     before = positions(attention) - 1  # [B, T] position of the state that predicts each token
-    column = torch.where(before < prefix, before, base + before - prefix)
-    source = (tree * input_ids.shape[1] + column)[keep]
-    sizes = [[*row, input_ids.shape[1] - sum(row)] for row in sizes]
-    return Layout(input_ids, pad(position_ids), tree_mask(segment_ids), source, sizes)
+    source = tree * width + torch.where(before < prefix, before, base + before - prefix)
+    sizes = [[*row, width - sum(row)] for row in sizes]
+    mask = tree_mask(segment)
+    return Layout(input_ids, position.to(tokens.device), mask, source[keep], sizes)
 
 
 def choose(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor | None) -> Layout:
-    """Share the prompts if this saves more than 20 % of the tokens; else one row per sequence."""
-    if group_id is not None and _saves(tokens, attention, group_id):
-        return shared(tokens, attention, keep, group_id)
+    """Share the prompts if this saves more than 20 % of the tokens; else one row per sequence.
+
+    A shared row has at most WIDEST tokens.
+    """
+    if group_id is not None:
+        trees, sizes = groups(group_id), attention.sum(-1).tolist()
+        lengths = _common_prefixes(tokens, attention, trees)
+        pairs = zip(trees, lengths, strict=True)
+        widest = max(sum(sizes[i] for i in tree) - n * (len(tree) - 1) for tree, n in pairs)
+        if widest <= WIDEST and widest * len(trees) < 0.8 * max(sizes) * len(sizes):
+            return _trees(tokens, attention, keep, trees, lengths)
     return plain(tokens, attention, keep)
 
 
-def _saves(tokens: Tensor, attention: Tensor, group_id: Tensor) -> bool:
-    """Return whether sharing saves more than 20 % of the tokens, in rows of at most WIDEST."""
-    sizes, rows = attention.sum(-1), unpad(tokens, attention)
-    trees, widest = groups(group_id), 0
-    for members in trees:
-        common = _common_prefix([rows[i] for i in members])
-        widest = max(widest, int(sizes[members].sum()) - common * (len(members) - 1))
-    return widest <= WIDEST and widest * len(trees) < 0.8 * int(sizes.max()) * len(rows)
+def _common_prefixes(tokens: Tensor, attention: Tensor, trees: list[list[int]]) -> list[int]:
+    """Return how many tokens the rows of each tree share; each row keeps at least one after it."""
+    rows = unpad(tokens, attention)
+    return [_common_prefix([rows[i] for i in members]) for members in trees]
 
 
 def _common_prefix(rows: list[Tensor]) -> int:
-    """Return the length of the common prefix; each row keeps at least one token after it."""
     size = min(len(r) for r in rows) - 1
     if len(rows) == 1 or size <= 0:
         return max(size, 0)

@@ -14,9 +14,8 @@ from torch.autograd.function import once_differentiable
 
 SMALLEST = 2**21  # multiplications; a call of oneDNN takes 10 us more than one of MKL
 CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-ONEDNN_IS_FASTER = (
-    "AuthenticAMD" in CPU and "avx512f" in CPU and torch.backends.mkldnn.is_available()
-)
+ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+ONEDNN_IS_FASTER = ONEDNN and "AuthenticAMD" in CPU and "avx512f" in CPU
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -203,4 +203,4 @@ def _grown(history: History, new: History, dim: int, *, one: bool) -> History:
 
 def _build(records: Sequence[dict[str, Any]]) -> History:
     """Return a [T] history of records."""
-    return History(**columns(records))
+    return History.from_tensordict(columns(records))

@@ -6,22 +6,24 @@ A record is a message with the fields of History, without those that are None.
 from collections.abc import Sequence
 from typing import Any
 
-from tensordict import NonTensorData, NonTensorStack
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 PADDING_ROLE = "<none>"
 OPTIONAL = ("tool_calls", "tool_responses")
 FIELDS = ("role", "content", "is_complete", *OPTIONAL)
 
 
-def columns(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the columns of a [T] history of records, and its batch size."""
-    done: dict[str, Any] = {"batch_size": [len(records)]}
+def columns(records: Sequence[dict[str, Any]]) -> TensorDict:
+    """Return the columns of a [T] history of records."""
+    done = {}
     for name in FIELDS:
         values = [record.get(name) for record in records]
         if name not in OPTIONAL or any(v is not None for v in values):
-            # wrapped, so that a list stays the value of one message
-            done[name] = NonTensorStack(*[NonTensorData(v) for v in values])
-    return done
+            if any(isinstance(v, list) for v in values):  # a list is the value of one message
+                done[name] = NonTensorStack(*[NonTensorData(v) for v in values])
+            else:
+                done[name] = NonTensorStack.from_list(values)
+    return TensorDict(done, [len(records)])
 
 
 def records_of(history: Any) -> list[dict[str, Any]]:
