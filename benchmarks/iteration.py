@@ -6,6 +6,7 @@ For each case and repeat: leash trains `--iterations` iterations, TRL the same t
 settings (benchmarks/yardstick_trl.py), then the floor runs: the products of the linear layers and
 of the head, at the shapes and in the dtype of that iteration. Prints seconds per iteration
 (mean of all, the first included), CPU seconds per later iteration, and the peak of the memory.
+In float32 the floor is printed twice: by torch's products and by leash's (policies/products.py).
 The launcher of leash preloads tcmalloc where it is installed, TRL runs as it is: set LD_PRELOAD
 for one allocator in both. TRL is left out where --peer does not exist. Nothing is asserted. The ppo
 cases need a --peer with trl==1.12.0 (benchmarks/ppo_trl.py); their floor has the policy's products
@@ -16,6 +17,7 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from tempfile import mkdtemp
@@ -29,6 +31,7 @@ from transformers import AutoConfig
 from benchmarks.measure import ROOT, markdown, seconds
 from benchmarks.yardstick import BOTH, QUIET, monitor
 from policies.models import find_model
+from policies.products import mm
 from trainer.runs.run_files import read_lines
 
 SMOLLM = "experiment=grpo_smollm algorithm=grpo kl.coeff=0.02 trainer.prompts_per_iteration=8"
@@ -102,8 +105,10 @@ def compare(place: Path, name: str, iterations: int, peer: Path) -> list[str]:
         cells, costs[1] = [f"{other:.2f}", f"{other / mine:.2f}"], usage(place / "TRL", lines)
         shutil.rmtree(theirs / "model", ignore_errors=True)  # the ppo cases have none
     torch.set_num_threads(threads)
-    least = floor(config, model, logged)
-    cells = [f"{mine:.2f}", *cells, f"{least:.2f}", f"{mine / least:.2f}"]
+    kinds = [torch.mm, mm] if config["policy"]["autocast"] is None else [torch.mm]
+    least = [floor(config, model, logged, kind) for kind in kinds]
+    floors = [", ".join(f"{x:.2f}" for x in xs) for xs in (least, [mine / s for s in least])]
+    cells = [f"{mine:.2f}", *cells, *floors]
     return [*cells, *(cost for pair in zip(*costs, strict=True) for cost in pair)]
 
 
@@ -114,7 +119,12 @@ def usage(folder: Path, logged: list[dict[str, Any]]) -> tuple[str, str]:
     return f"{(at[-1] - at[0]) / (len(at) - 1):.2f}", f"{record['peak'] / 2**30:.2f}"
 
 
-def floor(config: dict[str, Any], model: Path, logged: list[dict[str, float]]) -> float:
+def floor(
+    config: dict[str, Any],
+    model: Path,
+    logged: list[dict[str, float]],
+    multiply: Callable[[Tensor, Tensor], Tensor],
+) -> float:
     """Return the seconds of the products of one iteration, median of three after a warm-up."""
     shape = AutoConfig.from_pretrained(model)
     dtype = getattr(torch, config["policy"]["autocast"] or config["policy"]["dtype"])
@@ -129,6 +139,8 @@ def floor(config: dict[str, Any], model: Path, logged: list[dict[str, float]]) -
     spaces: dict[tuple[int, int, int], Tensor] = {}  # new memory would cost more than products
 
     def product(number: int, a: Tensor, b: Tensor) -> Tensor:
+        if multiply is not torch.mm:
+            return multiply(a, b)
         size = len(a), b.shape[1]
         if (number, *size) not in spaces:
             spaces[number, *size] = torch.empty(size, dtype=dtype)
