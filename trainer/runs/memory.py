@@ -21,7 +21,7 @@ import psutil
 
 from policies.models import EMBEDDED, embedded_folder
 
-BYTES = 28  # per weight: itself 4, gradient 4, moments 8, copies 6; the rest for activations
+BYTES = 26  # per weight: itself 4, gradient 4, moments 8, copies 6; the rest for activations
 BLOCK = 2**28  # tcmalloc reports allocations from 1 GiB on
 
 
