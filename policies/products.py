@@ -21,7 +21,8 @@ ONEDNN_IS_FASTER = ONEDNN and "AuthenticAMD" in CPU and "avx512f" in CPU
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [*, K] @ weight.T [K, N] + bias [N]."""
     if _by_onednn(x, weight, x.numel() * len(weight)):
-        return _Linear.apply(x, weight, bias)
+        out = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
+        return out.view(*x.shape[:-1], len(weight))
     return F.linear(x, weight, bias)
 
 
@@ -59,7 +60,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        rows, (for_x, for_weight, for_bias) = grad.flatten(0, -2), ctx.needs_input_grad
-        by_x = mm(rows, weight).view_as(x) if for_x else None
-        by_weight = mm(rows.T, x.flatten(0, -2)) if for_weight else None
-        return by_x, by_weight, rows.sum(0) if for_bias else None
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        by_x = mm(grad, weight) if for_x else None
+        by_weight = mm(grad.T, x) if for_weight else None
+        return by_x, by_weight, grad.sum(0) if for_bias else None

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import resource
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,6 +23,7 @@ import psutil
 from policies.models import EMBEDDED, embedded_folder
 
 BYTES = 26  # per weight: itself 4, gradient 4, moments 8, copies 6; the rest for activations
+CGROUP = "/sys/fs/cgroup"
 BLOCK = 2**28  # tcmalloc reports allocations from 1 GiB on
 
 
@@ -36,21 +38,34 @@ def tcmalloc() -> str:
 def touch_memory(config: Mapping[str, Any]) -> None:
     """Touch in a thread the memory that full training of policy.model on a CPU needs.
 
-    At most half of what is available. Nothing without tcmalloc, with a GPU or an adapter, or for a
-    model that is not in a folder yet.
+    At most half of what is available. Nothing without tcmalloc, with a GPU, with what saves memory
+    (LoRA, checkpointing, half precision, shards), or for a model that is not in a folder yet.
     """
-    policy, ranks = config["policy"], config["launch"]["num_processes"]
-    full = config["mode"] == "train" and not config["preflight"] and not policy["lora"]["r"]
-    gpu = any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/kfd"))
-    if full and not gpu and "tcmalloc" in os.environ.get("LD_PRELOAD", ""):
-        Thread(target=_touch_for, args=(policy["model"], ranks), daemon=True).start()
+    policy, launch = config["policy"], config["launch"]
+    trains = config["mode"] == "train" and not config["preflight"]
+    saves = policy["lora"]["r"] or policy["gradient_checkpointing"] or policy["dtype"] != "float32"
+    gpu = any(Path("/dev", name).exists() for name in ("nvidiactl", "kfd", "dxg"))
+    full = trains and not saves and not gpu and launch["strategy"] == "ddp"
+    if full and "tcmalloc" in os.environ.get("LD_PRELOAD", ""):
+        inputs = policy["model"], launch["num_processes"]
+        Thread(target=_touch_for, args=inputs, daemon=True).start()
 
 
 def _touch_for(model: str, ranks: int) -> None:
     with suppress(Exception):  # the run itself reports a damaged model
         folder = embedded_folder() if model == EMBEDDED else Path(model).expanduser()
-        available = psutil.virtual_memory().available
-        touch(min(BYTES * count_weights(folder), available // (2 * ranks)))
+        touch(min(BYTES * count_weights(folder), available() // (2 * ranks)))
+
+
+def available() -> int:
+    """Return the bytes that this process may still take; 0 under `ulimit -v`."""
+    free = psutil.virtual_memory().available
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return 0
+    with suppress(OSError, ValueError):  # no cgroup, or "max"
+        limit, used = (Path(CGROUP, f"memory.{name}").read_text() for name in ("max", "current"))
+        free = min(free, int(limit) - int(used))
+    return free
 
 
 def touch(size: int) -> None:
@@ -69,5 +84,6 @@ def count_weights(folder: Path) -> int:
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        count += sum(math.prod(entry.get("shape", [0])) for entry in header.values())
+        listed = sum(math.prod(entry.get("shape", [0])) for entry in header.values())
+        count += min(listed, path.stat().st_size // 2)  # a damaged header may list more
     return count
