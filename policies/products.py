@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 SMALLEST = 2**21  # multiplications; a call of oneDNN takes 10 us more than one of MKL
-CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+CPUINFO = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-ONEDNN_IS_FASTER = ONEDNN and "AuthenticAMD" in CPU and "avx512f" in CPU
+ONEDNN_IS_FASTER = ONEDNN and "AuthenticAMD" in CPUINFO and "avx512f" in CPUINFO
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -36,14 +36,13 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs [*, N]."""
-        if torch.is_autocast_enabled(input.device.type):
-            return super().forward(input)
         return linear(input, self.weight, self.bias)
 
 
 def _by_onednn(a: Tensor, b: Tensor, count: int) -> bool:
     single = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
-    return ONEDNN_IS_FASTER and single and count >= SMALLEST
+    large = count >= SMALLEST and not torch.is_autocast_enabled("cpu")
+    return ONEDNN_IS_FASTER and single and large
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

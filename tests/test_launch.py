@@ -15,13 +15,11 @@ from runs import ROOT
 from conf.cli import expand
 from conf.compose import compose_checked, compose_experiment
 from envs.rewards.trl_function import register
-from policies.models import find_model, load_model
 from trainer.runs.experiment_models import cache_folder, resolve_experiment
 from trainer.runs.folders import unique_folder
-from trainer.runs.launch import cores, run
+from trainer.runs.launch import cores, run, tcmalloc
 from trainer.runs.launch import start as start_run
 from trainer.runs.lock import is_free, locked, locked_by_rank, reserved_gpus
-from trainer.runs.memory import count_weights, tcmalloc
 from trainer.runs.run_files import read_status
 
 WORKER = """
@@ -313,21 +311,3 @@ def test_tcmalloc_is_that_of_the_python_if_it_has_one(tmp_path, monkeypatch):
     file.parent.mkdir()
     file.touch()
     assert tcmalloc() == str(file)
-
-
-def test_count_weights_reads_what_the_model_has():
-    files = find_model("tiny")
-    model = load_model(files, dtype="float32")
-    assert count_weights(files.folder) == sum(p.numel() for p in model.parameters())
-    assert count_weights(Path("none")) == 0
-
-
-@pytest.mark.skipif(not tcmalloc(), reason="tcmalloc is not installed")
-def test_touched_memory_stays_in_the_process():
-    code = (
-        "from benchmarks.measure import resident; from trainer.runs.memory import touch\n"
-        "before = resident(); touch(2**29); print(resident() - before)"
-    )
-    env = os.environ | {"LD_PRELOAD": tcmalloc(), "PYTHONPATH": str(ROOT)}
-    grown = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
-    assert int(grown) > 2**29 * 0.9

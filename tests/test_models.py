@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from policies import products
 from policies.cache import read_manifest
 from policies.layers import MLP, RMSNorm, replace_layers
 from policies.load import load_policy
@@ -104,6 +105,8 @@ def has_the_layers_of_transformers(kind="llama", dtype=torch.float32, autocast=F
     ours = copy.deepcopy(theirs)
     replace_layers(ours)
     assert sum(isinstance(layer, RMSNorm | MLP) for layer in ours.modules()) == 6
+    linear = any(isinstance(layer, products.Linear) for layer in ours.modules())
+    assert linear == products.ONEDNN_IS_FASTER
     ids, out = torch.arange(32).reshape(2, 16), []
     for model in (ours, theirs):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

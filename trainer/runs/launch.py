@@ -5,6 +5,7 @@ its status.json has an iteration.
 """
 
 import os
+import platform
 import runpy
 import shutil
 import signal
@@ -28,7 +29,6 @@ from trainer.runs.experiment_models import Compose, resolve_experiment
 from trainer.runs.failures import LESS_MEMORY, close_status, print_error, read_errors, say
 from trainer.runs.folders import SCRIPT
 from trainer.runs.lock import RANK0, lock_folder, locked
-from trainer.runs.memory import tcmalloc
 from trainer.runs.run_files import load_run, read_status
 from trainer.runs.run_log import TERMINAL, run_log
 
@@ -216,6 +216,14 @@ def _start_ranks(
         names = {"RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
         out.append(subprocess.Popen(command, start_new_session=True, env=env | names))
     return out
+
+
+def tcmalloc() -> str:
+    """Return the path of tcmalloc, which reuses memory sooner than glibc, or "" without it."""
+    system = "/usr/local/lib", "/usr/lib64", f"/usr/lib/{platform.machine()}-linux-gnu"
+    folders, kinds = (f"{sys.base_prefix}/lib", *system), ("_minimal", "")
+    files = (Path(at, f"libtcmalloc{kind}.so.4") for at in folders for kind in kinds)
+    return next((str(file) for file in files if file.exists()), "")
 
 
 def _wait(ranks: list[subprocess.Popen], folder: Path, signals: list[int]) -> tuple[int, int]:
