@@ -160,7 +160,8 @@ def test_the_saved_model_is_what_was_trained(kind, folders, tmp_path):
     assert ids[0].tolist() == policy.renderer.render(CHAT).ids
     with torch.no_grad():
         got, want = model(input_ids=ids).logits, policy.model(input_ids=ids).logits
-    torch.testing.assert_close(got, want, atol=1e-6 if kind in KINDS else 1e-4, rtol=0)
+    # SmolLM2: float32 of 30 layers, by torch's products and by ours; another model is 10 away.
+    torch.testing.assert_close(got, want, atol=1e-6 if kind in KINDS else 5e-3, rtol=0)
     stops = tokenizer.convert_tokens_to_ids(STOPS.get(kind, [tokenizer.eos_token]))
     assert {*torch.tensor([model.generation_config.eos_token_id]).flatten().tolist()} == {*stops}
 
