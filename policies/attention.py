@@ -43,8 +43,8 @@ def attend(
     query = (query * scale).reshape(rows, groups, heads // groups * length, width)
     scores = (query @ key.transpose(2, 3)).view(rows, groups, -1, length, size)
     if mask is not None:
-        # Finite, and half, so that a score fits: a padded query may see no key at all.
-        # A sum has no backward, unlike a fill.
+        # Finite, as a padded query may see no key; half, so that a score added does not overflow.
+        # Adding needs no backward, unlike a fill.
         lowest = torch.finfo(scores.dtype).min / 2
         scores += (~mask[:, :, None, :, :size]).to(scores.dtype) * lowest
     weights = scores.softmax(-1).view(rows, groups, -1, size)  # bfloat16: float32 sums inside

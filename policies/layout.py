@@ -10,7 +10,7 @@ The result is exact (the same sums in another order), and the row has one prompt
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -72,29 +72,27 @@ def _trees(
     tokens: Tensor, attention: Tensor, keep: Tensor, trees: list[list[int]], lengths: list[int]
 ) -> Layout:
     """Lay out each tree of sequences in one row; `lengths`: shared prompt tokens of each tree."""
-    rows, places = unpad(tokens, attention), [(0, 0, 0)] * len(tokens)
-    ids, sizes = [], []
+    rows, places, device = unpad(tokens, attention), [(0, 0, 0)] * len(tokens), tokens.device
+    ids, sizes, position_ids, segments = [], [], [], []
     for r, (members, length) in enumerate(zip(trees, lengths, strict=True)):
         replies = [rows[i][length:] for i in members]
         ids.append(torch.cat([rows[members[0]][:length], *replies]))
-        sizes.append([length, *map(len, replies)])
-        for i, base in zip(members, accumulate(sizes[-1]), strict=False):
+        size = [length, *map(len, replies)]
+        starts = [0, *[length] * len(members)]  # first position of the prompt and of each reply
+        spans = [range(at, at + n) for at, n in zip(starts, size, strict=True)]
+        position_ids.append(torch.tensor([*chain(*spans)]))
+        segments.append(torch.tensor([s for s, n in enumerate(size) for _ in range(n)]))
+        for i, base in zip(members, accumulate(size), strict=False):
             places[i] = (r, length, base)  # row, prompt, first column of the reply
+        sizes.append(size)
     input_ids = pad(ids)  # [R, L]
-    count, width = input_ids.shape
-    counts = pad([torch.tensor(row) for row in sizes])  # [R, 1 + G]
-    starts, ends = counts.cumsum(1) - counts, counts.sum(1, keepdim=True)
-    column = torch.arange(width).repeat(count, 1)  # [R, L]
-    segment = torch.searchsorted(starts, column, right=True) - 1  # 0 the prompt, 1 a first reply
-    behind = (starts - counts[:, :1]).clamp(min=0)  # columns of earlier replies
-    position = torch.where(column < ends, column - behind.gather(1, segment), 0)
-    segment = segment.masked_fill(column >= ends, -1).to(tokens.device)
-    tree, prefix, base = torch.tensor(places, device=tokens.device).T.unsqueeze(-1)  # [B, 1] each
+    position, segment = pad(position_ids).to(device), pad(segments, -1).to(device)  # [R, L]
+    tree, prefix, base = torch.tensor(places, device=device).T.unsqueeze(-1)  # [B, 1] each
     before = positions(attention) - 1  # [B, T] position of the state that predicts each token
+    width = input_ids.shape[1]
     source = tree * width + torch.where(before < prefix, before, base + before - prefix)
-    sizes = [[*row, width - sum(row)] for row in sizes]
-    mask = tree_mask(segment)
-    return Layout(input_ids, position.to(tokens.device), mask, source[keep], sizes)
+    sizes = [[*size, width - sum(size)] for size in sizes]
+    return Layout(input_ids, position, tree_mask(segment), source[keep], sizes)
 
 
 def choose(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor | None) -> Layout:

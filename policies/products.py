@@ -27,7 +27,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """Return a [M, K] @ b [K, N], without a gradient."""
+    """Return a [M, K] @ b [K, N], not differentiable."""
     return _onednn(a, b.T) if _by_onednn(a, b, a.numel() * b.shape[1]) else a @ b
 
 

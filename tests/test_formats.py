@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.chat_env import ChatEnv
+from policies import products
 from policies.load import load_policy, load_reference
 from policies.models import EMBEDDED, quiet
 from policies.random import fold
@@ -149,7 +150,8 @@ def test_sft_learns_the_reply_and_the_token_that_ends_the_turn(kind, folders):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, pytest.param("smollm2", marks=pytest.mark.runs)])
-def test_the_saved_model_is_what_was_trained(kind, folders, tmp_path):
+def test_the_saved_model_is_what_was_trained(kind, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(products, "ONEDNN_IS_FASTER", False)  # the same products in both
     policy = load_policy(str(folders.get(kind, EMBEDDED)))
     with torch.no_grad():
         for p in policy.model.parameters():
@@ -160,8 +162,7 @@ def test_the_saved_model_is_what_was_trained(kind, folders, tmp_path):
     assert ids[0].tolist() == policy.renderer.render(CHAT).ids
     with torch.no_grad():
         got, want = model(input_ids=ids).logits, policy.model(input_ids=ids).logits
-    # SmolLM2: float32 of 30 layers, by torch's products and by ours; another model is 10 away.
-    torch.testing.assert_close(got, want, atol=1e-6 if kind in KINDS else 5e-3, rtol=0)
+    torch.testing.assert_close(got, want, atol=1e-6 if kind in KINDS else 1e-4, rtol=0)
     stops = tokenizer.convert_tokens_to_ids(STOPS.get(kind, [tokenizer.eos_token]))
     assert {*torch.tensor([model.generation_config.eos_token_id]).flatten().tolist()} == {*stops}
 

@@ -37,7 +37,7 @@ def test_linear_and_its_gradients_are_those_of_float64(all_by_onednn, shape, bia
 
 
 @pytest.mark.skipif(not products.ONEDNN, reason="this torch has no oneDNN")
-def test_frozen_weights_get_no_gradient_and_other_dtypes_are_left_to_torch(all_by_onednn):
+def test_a_frozen_weight_passes_the_gradient_on_and_other_dtypes_are_left_to_torch(all_by_onednn):
     x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(5, 8)
     products.linear(x, weight).sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(3, 8))
