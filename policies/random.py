@@ -44,7 +44,7 @@ def in_float64(x: Tensor) -> Tensor:
 
 
 def uniforms(stream: Tensor, position: Tensor) -> Tensor:
-    """Return float64 uniforms in [0, 1) for each (stream, position), both [B].
+    """Return float64 uniforms in [0, 1) for each (stream, position), broadcast together.
 
     52 bits, so that u * total < total holds in float64 and the last token is never overrun.
     """

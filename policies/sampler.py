@@ -9,13 +9,12 @@ Left out on purpose: beams, and what only transformers' processors do (wrappers/
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
 
-from policies.padding import pad, positions
+from policies.decoding import decode
+from policies.padding import pad
 from policies.random import inverse_cdf, uniforms
 
 
@@ -146,7 +145,10 @@ def sample(
     lengths = torch.zeros(size, dtype=torch.int64, device=device)
     complete = torch.zeros(size, dtype=torch.bool, device=device)
     alive = torch.arange(size, device=device)  # rows still running
-    state = _Prefilled(model, prompts, attention)
+    steps = torch.arange(max_new_tokens, device=device)
+    draws = uniforms(streams[:, None], starts[:, None] + steps)  # [B, max_new_tokens]
+    greedy = temperature == 0
+    state = decode(model, prompts, attention)
     seen = None
     if filters.repetition_penalty != 1:  # which tokens are in each row so far, [B, V]
         seen = torch.zeros(size, state.logits.shape[-1], dtype=torch.bool, device=device)
@@ -155,13 +157,10 @@ def sample(
         past = None if seen is None else seen[alive]
         logits = filters.process(state.logits, seen=past, step=step, ends=stop_ids)  # [n, V]
         scaled = logits if temperature in (0, 1) else logits / temperature
-        if temperature > 0:
+        if not greedy:
             scaled = filters.cut(scaled)
         probs = scaled.softmax(-1)
-        if temperature == 0:
-            sampled = logits.argmax(-1)
-        else:
-            sampled = inverse_cdf(probs, uniforms(streams[alive], starts[alive] + step))
+        sampled = logits.argmax(-1) if greedy else inverse_cdf(probs, draws[alive, step])
         if seen is not None:
             seen[alive, sampled] = True
         picked = probs.gather(-1, sampled[:, None]).squeeze(-1).log()  # [n]
@@ -176,71 +175,3 @@ def sample(
         state.advance(sampled, going)
     longest = int(lengths.max())
     return Sampled(replies[:, :longest], log_probs[:, :longest], lengths, complete)
-
-
-class _Prefilled:
-    """The running forward: cache, mask and the next-token logits of the rows still alive."""
-
-    def __init__(self, model: nn.Module, prompts: Tensor, attention: Tensor) -> None:
-        self.model = model
-        first = _first_of_each(prompts, attention)  # [B]
-        owner = first.cumsum(0) - 1  # [B] the prompt that each row uses
-        mask = attention[first]
-        position = positions(mask)
-        out = model(
-            input_ids=prompts[first],
-            attention_mask=mask,
-            position_ids=position,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        self.cache = out.past_key_values
-        _narrow(self.cache, prompts.device.type)
-        self.cache.batch_select_indices(owner)
-        self.mask = mask[owner]  # [n, L]
-        self.position = position[owner, -1:] + 1  # [n, 1]
-        self.logits = out.logits[owner, -1].float()  # [n, V]
-
-    def advance(self, sampled: Tensor, going: Tensor) -> None:
-        """Feed the sampled tokens of the rows `going` on; the others leave."""
-        if len(going) < len(sampled):
-            self.cache.batch_select_indices(going)
-            self.mask, self.position = self.mask[going], self.position[going]
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(going), 1)], -1)
-        out = self.model(
-            input_ids=sampled[going, None],
-            attention_mask=self.mask,
-            position_ids=self.position,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        self.position = self.position + 1
-        self.logits = out.logits[:, -1].float()
-
-
-class _NarrowLayer(DynamicLayer):
-    """The cache of a layer in the dtype of the products: autocast would cast it for each token."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
-        """Append keys and values; rotary embeddings make the keys float32."""
-        dtype = torch.get_autocast_dtype(key_states.device.type)
-        return super().update(key_states.to(dtype), value_states.to(dtype), *args, **kwargs)
-
-
-def _narrow(cache: Any, device: str) -> None:
-    """Cast the layers of full attention to the dtype of autocast, if autocast is on."""
-    if not torch.is_autocast_enabled(device):
-        return
-    dtype = torch.get_autocast_dtype(device)
-    for layer in cache.layers:
-        if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
-            layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
-            layer.__class__ = _NarrowLayer
-
-
-def _first_of_each(prompts: Tensor, attention: Tensor) -> Tensor:
-    """Return which rows differ from the row before them, [B] bool."""
-    same = (prompts[1:] == prompts[:-1]) & (attention[1:] == attention[:-1])
-    first = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
-    first[1:] = ~same.all(-1)
-    return first

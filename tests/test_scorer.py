@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from benchmarks.measure import peak_bytes
 from policies import layout
+from policies.decoding import Decoding
 from policies.load import load_policy
 from policies.padding import pad, pad_mask
 from policies.random import fold, inverse_cdf, uniforms
-from policies.sampler import Stop, _Prefilled, sample
+from policies.sampler import Stop, sample
 from policies.scorer import Scorer
 
 V = 400  # tokens of the tiny model
@@ -150,7 +151,7 @@ def test_the_narrow_cache_of_autocast_changes_no_reply() -> None:
             cache, table = out.past_key_values, out.logits[:, -1].float().softmax(-1)
             want.append(table.max(-1))
             ids = want[-1].indices[:, None]
-        narrow = _Prefilled(model, prompts, torch.ones_like(prompts) > 0).cache.layers
+        narrow = Decoding(model, prompts, torch.ones_like(prompts) > 0).cache.layers
     assert {layer.keys.dtype for layer in narrow} == {torch.bfloat16}
     assert torch.equal(got.ids, torch.stack([w.indices for w in want], 1))
     assert torch.equal(got.log_probs, torch.stack([w.values for w in want], 1).log())

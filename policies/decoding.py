@@ -1,0 +1,194 @@
+"""Decoding: the forward of a sampler's rows, a token at a time, on transformers' cache.
+
+On a GPU a step is a thousand launches, which take ten times as long as their work. There a CUDA
+graph launches them at once, for models whose forward does not depend on values: GRAPHED.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers.cache_utils import DynamicLayer
+
+from policies.padding import positions
+
+GRAPHED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROOM = 128  # tokens that the buffers of a graph have room for, at least
+
+
+def decode(model: nn.Module, prompts: Tensor, attention: Tensor) -> "Decoding":
+    """Return the state after the prompts [B, T], padded left; attention [B, T] bool."""
+    kind = GraphDecoding if prompts.device.type == "cuda" and fits_graph(model) else Decoding
+    return kind(model, prompts, attention)
+
+
+def fits_graph(model: nn.Module) -> bool:
+    """Return whether all steps of the model are the same kernels at the same addresses."""
+    kind, config = type(model), getattr(model, "config", None)
+    if kind.__name__ not in GRAPHED or not kind.__module__.startswith("transformers."):
+        return False
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_length = rope.get("rope_type") in ("dynamic", "longrope")
+    sharded = any(isinstance(layer, FSDPModule) for layer in model.modules())
+    return not (sliding or by_length or sharded)
+
+
+class Decoding:
+    """The running forward: cache, mask and the next-token logits of the rows that go on."""
+
+    def __init__(self, model: nn.Module, prompts: Tensor, attention: Tensor) -> None:
+        self.model = model
+        first = first_of_each(prompts, attention)  # [B]
+        owner = first.cumsum(0) - 1  # [B] the prompt that each row uses
+        mask = attention[first]
+        position = positions(mask)
+        out = model(
+            input_ids=prompts[first],
+            attention_mask=mask,
+            position_ids=position,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.cache = out.past_key_values
+        _narrow(self.cache, prompts.device.type)
+        self.cache.batch_select_indices(owner)
+        self.mask = mask[owner]  # [n, L]
+        self.position = position[owner, -1:] + 1  # [n, 1]
+        self.logits = out.logits[owner, -1].float()  # [n, V]
+
+    def advance(self, sampled: Tensor, going: Tensor) -> None:
+        """Feed the sampled tokens of the rows `going` on; the others leave."""
+        if len(going) < len(sampled):
+            self.cache.batch_select_indices(going)
+            self.mask, self.position = self.mask[going], self.position[going]
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(going), 1)], -1)
+        out = self.model(
+            input_ids=sampled[going, None],
+            attention_mask=self.mask,
+            position_ids=self.position,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.position = self.position + 1
+        self.logits = out.logits[:, -1].float()
+
+
+class GraphDecoding(Decoding):
+    """Decoding by a CUDA graph over buffers of fixed size.
+
+    Rows that end stay in the buffers until half of the rows have; their tokens are not used. The
+    buffers grow by half when they are full.
+    """
+
+    latest: Any = None  # graph, whose memory the next one uses; a graph alone allocates its own
+    side: Any = None  # stream of all captures, as memory is reused within a stream
+
+    def __init__(self, model: nn.Module, prompts: Tensor, attention: Tensor) -> None:
+        super().__init__(model, prompts, attention)
+        self.filled = self.mask.shape[-1]  # slots of the buffers
+        self.slot = torch.zeros(1, dtype=torch.int64, device=prompts.device)  # of the next token
+        self.rows = torch.arange(len(prompts), device=prompts.device)
+        for layer in self.cache.layers:
+            layer.__class__, layer.slot = FixedLayer, self.slot
+        self._fit()
+
+    def advance(self, sampled: Tensor, going: Tensor) -> None:
+        """Feed the sampled tokens of the rows `going` on; the others leave."""
+        self.rows = self.rows[going]  # [n] places in the buffers
+        if 2 * len(going) <= len(self.ids) or self.filled == self.mask.shape[-1]:
+            self._fit()
+        self.ids[self.rows, 0] = sampled[going]
+        self.mask[..., self.filled] = True
+        self.slot.fill_(self.filled)
+        self.filled += 1
+        self._step()
+        self.position += 1
+        self.logits = self.out[self.rows, -1].float()
+
+    def _fit(self) -> None:
+        """Copy the rows that go on into buffers with room for more tokens."""
+        room = self.filled + max(ROOM, self.filled // 2)
+        more = room - room % 8 - self.filled  # attention's kernels copy masks of other sizes
+        for layer in self.cache.layers:
+            for name in ("keys", "values"):
+                used = getattr(layer, name)[self.rows, :, : self.filled]
+                setattr(layer, name, F.pad(used, (0, 0, 0, more)))
+        used = self.mask[self.rows][..., : self.filled].view(len(self.rows), 1, 1, -1)
+        self.mask = F.pad(used, (0, more))  # [n, 1, 1, room]
+        self.position = self.position[self.rows]
+        self.ids = self.position.new_zeros(len(self.rows), 1)
+        self.rows = torch.arange(len(self.rows), device=self.rows.device)
+        self.graph = None
+
+    def _forward(self) -> Tensor:
+        return self.model(
+            input_ids=self.ids,
+            attention_mask=self.mask,
+            position_ids=self.position,
+            past_key_values=self.cache,
+            use_cache=True,
+        ).logits
+
+    def _step(self) -> None:
+        """Set the logits `out` [n, 1, V]; the first step on new buffers captures the graph."""
+        if self.graph is None:
+            self.graph = self._capture()
+        self.graph.replay()
+
+    def _capture(self) -> Any:
+        graph, kind = torch.cuda.CUDAGraph(), GraphDecoding
+        kind.side = side = kind.side or torch.cuda.Stream()
+        pool = kind.latest.pool() if kind.latest else None
+        side.wait_stream(main := torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._forward()  # kernels are loaded and chosen outside the capture
+            # torch.cuda.graph would empty the cache of the allocator first, at each rollout.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            self.out = self._forward()
+            graph.capture_end()
+        main.wait_stream(side)
+        kind.latest = graph
+        return graph
+
+
+class FixedLayer(DynamicLayer):
+    """The cache of a layer in buffers [B, heads, room, D]; a token goes to `slot` [1]."""
+
+    slot: Tensor
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        """Store keys and values of one token and return the buffers."""
+        self.keys.index_copy_(2, self.slot, key_states.to(self.keys.dtype))
+        self.values.index_copy_(2, self.slot, value_states.to(self.values.dtype))
+        return self.keys, self.values
+
+
+class NarrowLayer(DynamicLayer):
+    """The cache of a layer in the dtype of the products: autocast would cast it for each token."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        """Append keys and values; rotary embeddings make the keys float32."""
+        dtype = torch.get_autocast_dtype(key_states.device.type)
+        return super().update(key_states.to(dtype), value_states.to(dtype), *args, **kwargs)
+
+
+def _narrow(cache: Any, device: str) -> None:
+    """Cast the layers of full attention to the dtype of autocast, if autocast is on."""
+    if not torch.is_autocast_enabled(device):
+        return
+    dtype = torch.get_autocast_dtype(device)
+    for layer in cache.layers:
+        if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
+            layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
+            layer.__class__ = NarrowLayer
+
+
+def first_of_each(prompts: Tensor, attention: Tensor) -> Tensor:
+    """Return which rows differ from the row before them, [B] bool."""
+    same = (prompts[1:] == prompts[:-1]) & (attention[1:] == attention[:-1])
+    first = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
+    first[1:] = ~same.all(-1)
+    return first
