@@ -111,7 +111,7 @@ bench: .venv/.ready-dev .venv-trl/.ready  ## an iteration against TRL and its ow
 	$(BIN)/python -m benchmarks.iteration $(ARGS)
 	$(BIN)/python -m benchmarks.head
 
-gpu-check: .venv/.ready  ## real runs on the GPUs, else at CPU size: pass or fail, and figures
+gpu-check: .venv/.ready-dev  ## real runs on the GPUs, else at CPU size: pass or fail, and figures
 	$(BIN)/python -m benchmarks.gpu_check
 
 yardstick: .venv/.ready-dev .venv-trl/.ready  ## the same training by leash and by TRL, into docs/yardstick.md (half an hour)

@@ -88,6 +88,13 @@ def apart(one: float, two: float, limit: tuple[float, float]) -> float:
     return math.inf if math.isnan(far) else far
 
 
+def tests() -> Answer:
+    if not GPUS:
+        return "not run", "no GPU"
+    call("tests", sys.executable, "-m", "pytest", "-m", "gpu", "tests")
+    return True, "pytest -m gpu"
+
+
 def bfloat16() -> Answer:
     one = train("float32")[0]
     two = train("bfloat16", f"{SHORT} policy.autocast=bfloat16")[0]
@@ -174,6 +181,7 @@ def memory() -> Answer:
 
 
 CHECKS = {
+    "the tests that need a GPU": tests,
     "bfloat16 against float32, iteration 1": bfloat16,
     "two ranks by DDP against one": partial(ranks, "ddp"),
     "two ranks by FSDP2 against one": partial(ranks, "fsdp2"),

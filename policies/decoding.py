@@ -161,6 +161,8 @@ class FixedLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Store keys and values of one token and return the buffers."""
+        assert self.keys is not None
+        assert self.values is not None
         self.keys.index_copy_(2, self.slot, key_states.to(self.keys.dtype))
         self.values.index_copy_(2, self.slot, value_states.to(self.values.dtype))
         return self.keys, self.values

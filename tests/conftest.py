@@ -21,6 +21,12 @@ hypothesis.settings.load_profile("leash")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config):
+    """Hide the GPUs: the tests compare on the CPU, but for `-m gpu` (make gpu-check)."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark what reads the small run, which trains for many iterations; skip what lacks its GPU."""

@@ -273,6 +273,8 @@ def charge(
             f"{tuple(kl.shape)}: expected one reward per token, {(*kl.shape, 1)}, or one "
             f"number per row, {(*kl.shape[:-1], 1)}"
         )
+    if isinstance(coeff, Tensor):
+        coeff = coeff.to(kl.device)
     charged = reward - coeff * kl.unsqueeze(-1)
     return charged if padded else edge.ragged(charged)
 

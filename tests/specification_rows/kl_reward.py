@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from contracts import Words, make_policy
 from contracts import prompts as env_prompts
@@ -203,7 +204,12 @@ def kl_reward_on_a_gpu():
     yield "KLRewardTransform device: cuda, in and back"
     out = older(device="cuda").to("cuda")(rewarded())["next"]
     assert out["kl_penalty"].device.type == "cpu"
+
+
+@S3.rows(needs="gpu")
+def ray_on_a_gpu():
     yield "Ray: num_gpus=1, device='cuda'"
+    pytest.importorskip("ray")
     RayTransform(Tripled, num_gpus=1, device="cuda").close()
 
 
