@@ -16,6 +16,7 @@ from policies.padding import positions
 
 GRAPHED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROOM = 128  # tokens that the buffers of a graph have room for, at least
+FEW = 64  # rows of a graph; a step of fewer takes as long
 
 
 def decode(model: nn.Module, prompts: Tensor, attention: Tensor) -> "Decoding":
@@ -79,8 +80,8 @@ class Decoding:
 class GraphDecoding(Decoding):
     """Decoding by a CUDA graph over buffers of fixed size.
 
-    Rows that end stay in the buffers until half of the rows have; their tokens are not used. The
-    buffers grow by half when they are full.
+    Rows that end stay in the buffers, unused, until half of many rows have. The buffers grow by half
+    when they are full.
     """
 
     latest: Any = None  # graph, whose memory the next one uses; a graph alone allocates its own
@@ -98,7 +99,8 @@ class GraphDecoding(Decoding):
     def advance(self, sampled: Tensor, going: Tensor) -> None:
         """Feed the sampled tokens of the rows `going` on; the others leave."""
         self.rows = self.rows[going]  # [n] places in the buffers
-        if 2 * len(going) <= len(self.ids) or self.filled == self.mask.shape[-1]:
+        sparse = len(self.ids) > FEW and 2 * len(going) <= len(self.ids)
+        if sparse or self.filled == self.mask.shape[-1]:
             self._fit()
         self.ids[self.rows, 0] = sampled[going]
         self.mask[..., self.filled] = True
