@@ -80,8 +80,8 @@ class Decoding:
 class GraphDecoding(Decoding):
     """Decoding by a CUDA graph over buffers of fixed size.
 
-    Rows that end stay in the buffers, unused, until half of many rows have. The buffers grow by half
-    when they are full.
+    Rows that end stay in the buffers, unused, until half of many rows have. Full buffers grow by
+    half.
     """
 
     latest: Any = None  # graph, whose memory the next one uses; a graph alone allocates its own
