@@ -4,16 +4,60 @@ With 8 rows of 137 tokens in bfloat16, forward and backward take a quarter of th
 In large rows of several replies the products of a reply are with its prompt and itself only.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 NAME = "plain_on_cpu"
 LARGEST = 2**21  # attention weights of a layer, which the backward keeps: 12 MB
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The places of N tokens without padding in R rows of length L."""
+
+    rows: int
+    cells: Tensor  # [N] index in R * L
+
+    def fill(self, x: Tensor, length: int) -> Tensor:
+        """Return x [1, heads, N, D] in rows, [R, heads, L, D]."""
+        heads = x.shape[1]
+        flat = _Spread.apply(x.transpose(1, 2).flatten(0, 1).flatten(1), self, length)
+        return flat.view(self.rows, length, heads, -1).transpose(1, 2)
+
+    def read(self, x: Tensor) -> Tensor:
+        """Return x [R, L, heads, D] without padding, [1, N, heads, D]."""
+        return _Gather.apply(x.flatten(0, 1), self)[None]
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid, length: int) -> Tensor:  # type: ignore[override]
+        ctx.cells = grid.cells
+        return x.new_zeros(grid.rows * length, x.shape[1]).index_copy_(0, grid.cells, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+        return grad.index_select(0, ctx.cells), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]
+        ctx.cells, ctx.shape = grid.cells, x.shape
+        return x.index_select(0, grid.cells)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.cells, grad), None
 
 
 def attend(
@@ -24,13 +68,19 @@ def attend(
     mask: Tensor | None,
     *,
     trees: list[list[int]] | None = None,
+    grid: Grid | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return the outputs [B, L, heads, D]; query [B, heads, L, D], key and value [B, groups, S, D].
 
     mask [B, 1, L, S] bool: the keys of each query; `trees` [B] say the same, see `Layout`.
+    With a grid the inputs have all tokens in one row, and mask and trees are those of the grid.
     Large inputs without trees go to SDPA, and so do prompts without a mask.
     """
+    if grid is not None:
+        assert mask is not None
+        inputs = (grid.fill(x, mask.shape[-1]) for x in (query, key, value))
+        return grid.read(attend(module, *inputs, mask, trees=trees, **kwargs)[0]), None
     rows, heads, length, width = query.shape
     groups, size = key.shape[1:3]
     small = query.device.type == "cpu" and rows * heads * length * size <= LARGEST

@@ -9,14 +9,14 @@ The result is exact (the same sums in another order), and the row has one prompt
 `packed` puts whole sequences into one row in the same way, without a shared prompt.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from policies.attention import NAME
+from policies.attention import NAME, Grid
 from policies.padding import pad, positions, unpad
 
 # Families whose forward takes position ids and an explicit 4-D mask; checked in the tests.
@@ -41,6 +41,29 @@ class Layout:
     attention_mask: Tensor  # [R, L] bool, or [R, 1, L, L] bool
     source: Tensor  # [K] index, in R*L, of the hidden state that predicts each kept token
     trees: list[list[int]] | None = None  # [R] tokens of a shared prompt, its replies, the padding
+    grid: Grid | None = None  # then the inputs are one row [1, N]; mask and trees are of the grid
+
+    def unpadded(self) -> "Layout":
+        """Return the layout with all tokens in one row, for layers that see each token alone.
+
+        Attention spreads them over rows again. The same layout if little of it is padding.
+        """
+        rows, length = self.input_ids.shape
+        index = torch.arange(length, device=self.input_ids.device)
+        if self.trees is None:
+            real = self.attention_mask  # [R, L]; padding is on the right
+            mask = (index <= index[:, None])[None, None]  # [1, 1, L, L]
+        else:
+            ends = torch.tensor([length - sizes[-1] for sizes in self.trees], device=index.device)
+            real, mask = index < ends[:, None], self.attention_mask
+        if real.sum() > 0.95 * real.numel():
+            return self
+        cells = real.flatten().nonzero().squeeze(-1)  # [N]
+        place = real.flatten().cumsum(0) - 1  # [R * L] in the row
+        ids, position = (x[real][None] for x in (self.input_ids, self.position_ids))
+        grid, source = Grid(rows, cells), place[self.source]
+        return replace(self, input_ids=ids, position_ids=position, attention_mask=mask,
+                       source=source, grid=grid)  # fmt: skip
 
 
 def plain(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:

@@ -204,8 +204,9 @@ def _start_ranks(
     """Start one process per rank, with the environment variables of torchrun."""
     env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
     env |= {"OMP_NUM_THREADS": str(threads), "LEASH_PARENT": str(os.getpid())}
-    env.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: fewer page faults
     env.setdefault("LD_PRELOAD", tcmalloc())
+    if "tcmalloc" not in env["LD_PRELOAD"]:  # which faults seldom; huge pages are faulted slowly
+        env.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: fewer page faults
     if "OMP_WAIT_POLICY" not in env:
         env.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads yield to other programs soon
     if ranks > 1:
