@@ -44,6 +44,12 @@ def without_shared_prompts(name: str) -> Tensor:
         return gradient(step(name))
 
 
+def with_padding(name: str) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout.Layout, "unpadded", lambda self: self)
+        return gradient(step(name))
+
+
 def packed(name: str) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "choose", lambda ids, mask, keep, _: layout.packed(ids, mask, keep))
@@ -81,6 +87,7 @@ CHANGES = {
     "another order": lambda name: gradient(step(name), turned),
     "groups interleaved": lambda name: gradient(step(name), interleaved),
     "no shared prompts": without_shared_prompts,
+    "with padding": with_padding,
     "packed": packed,
     "attention reply by reply": reply_by_reply,
     "chunks of four logits": in_chunks_of_four_logits,

@@ -92,8 +92,12 @@ def test_scores_and_gradients_equal_a_plain_forward(how, sizes, width) -> None:
     assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
-def test_a_group_shares_its_prompt() -> None:
-    assert layout.choose(TOKENS, MASK, MASK, GROUP).attention_mask.ndim == 4
+def test_a_group_shares_its_prompt_and_padding_leaves() -> None:
+    chosen = layout.choose(TOKENS, MASK, MASK, GROUP)
+    assert chosen.input_ids.shape == (3, 18)
+    tokens = [5 + 1 + 6 + 2 + 4, 9 + 3 + 1, 3 + 6 + 6]
+    assert chosen.unpadded().input_ids.shape == (1, sum(tokens))
+    assert layout.plain(TOKENS, MASK, MASK).unpadded().input_ids.shape == (1, int(MASK.sum()))
 
 
 @torch.no_grad()
