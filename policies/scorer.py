@@ -150,15 +150,15 @@ class Scorer(nn.Module):
 
     def hidden(self, layout: layouts.Layout) -> Tensor:
         """Return the states that predict the kept tokens, [K, H]."""
-        own = getattr(self.model.config, "_attn_implementation", None) == ATTENTION
-        layout = layout.unpadded() if own else layout
+        spreads = getattr(self.model.config, "_attn_implementation", None) == ATTENTION
+        layout = layout.unpadded() if spreads else layout
         with self.precision():
             out = self.model.base_model(
                 input_ids=layout.input_ids,
                 attention_mask=layout.attention_mask,
                 position_ids=layout.position_ids,
                 use_cache=False,
-                **({"trees": layout.trees, "grid": layout.grid} if own else {}),
+                **({"trees": layout.trees, "grid": layout.grid} if spreads else {}),
             ).last_hidden_state  # [R, L, H]
         return out.flatten(0, 1)[layout.source]
 
