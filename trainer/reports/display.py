@@ -268,6 +268,8 @@ def show_run(runtime: Any, total: int) -> Display:
     name, cached = dig(run.config, "policy", "model"), run.config.get("kept_in")
     products = ", bfloat16 products" if "bfloat16" in run.status.get("products", "") else ""
     header: dict[str, str | Path] = {"model": f"{name} ({origin}, sha256 {sha[:12]}{products})"}
+    if not (device := dig(run.status, "machine", "device") or "cpu").startswith("cpu"):
+        header["device"] = device
     if runtime.ranks == 1 and "ACCELERATE_MIXED_PRECISION" in os.environ:  # by accelerate launch
         header["ranks"] = "1 rank; for two: python train.py ... launch.num_processes=2"
     header |= {"kept in": str(cached)} if cached else {"report": folder / _FILES["report"]}
