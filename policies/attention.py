@@ -2,6 +2,7 @@
 
 With 8 rows of 137 tokens in bfloat16, forward and backward take a quarter of the kernel's time.
 In large rows of several replies the products of a reply are with its prompt and itself only.
+Other layers see all tokens in one row without padding; a Grid puts them into rows for attention.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -27,37 +27,13 @@ class Grid:
 
     def fill(self, x: Tensor, length: int) -> Tensor:
         """Return x [1, heads, N, D] in rows, [R, heads, L, D]."""
-        heads = x.shape[1]
-        flat = _Spread.apply(x.transpose(1, 2).flatten(0, 1).flatten(1), self, length)
-        return flat.view(self.rows, length, heads, -1).transpose(1, 2)
+        flat = x.transpose(1, 2).flatten(0, 1)  # [N, heads, D]
+        out = flat.new_zeros(self.rows * length, *flat.shape[1:]).index_copy_(0, self.cells, flat)
+        return out.view(self.rows, length, *flat.shape[1:]).transpose(1, 2)
 
     def read(self, x: Tensor) -> Tensor:
         """Return x [R, L, heads, D] without padding, [1, N, heads, D]."""
-        return _Gather.apply(x.flatten(0, 1), self)[None]
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid, length: int) -> Tensor:  # type: ignore[override]
-        ctx.cells = grid.cells
-        return x.new_zeros(grid.rows * length, x.shape[1]).index_copy_(0, grid.cells, x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        return grad.index_select(0, ctx.cells), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]
-        ctx.cells, ctx.shape = grid.cells, x.shape
-        return x.index_select(0, grid.cells)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.cells, grad), None
+        return x.flatten(0, 1).index_select(0, self.cells)[None]
 
 
 def attend(

@@ -4,7 +4,7 @@ On a GPU a step is a thousand launches, which take ten times as long as their wo
 graph launches them at once, for models whose forward does not depend on values: GRAPHED.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicLayer
 
+from policies.layout import takes_masks
 from policies.padding import positions
 
 GRAPHED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -30,11 +31,10 @@ def fits_graph(model: nn.Module) -> bool:
     kind, config = type(model), getattr(model, "config", None)
     if kind.__name__ not in GRAPHED or not kind.__module__.startswith("transformers."):
         return False
-    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     rope = getattr(config, "rope_parameters", None) or {}
     by_length = rope.get("rope_type") in ("dynamic", "longrope")
     sharded = any(isinstance(layer, FSDPModule) for layer in model.modules())
-    return not (sliding or by_length or sharded)
+    return takes_masks(config) and not (by_length or sharded)
 
 
 class Decoding:
@@ -80,12 +80,12 @@ class Decoding:
 class GraphDecoding(Decoding):
     """Decoding by a CUDA graph over buffers of fixed size.
 
-    Rows that end stay in the buffers, unused, until half of many rows have. Full buffers grow by
-    half.
+    Rows that have ended stay in the buffers and are computed in vain. With more than FEW rows the
+    others move to smaller buffers when half have ended. Full buffers grow by half.
     """
 
-    latest: Any = None  # graph, whose memory the next one uses; a graph alone allocates its own
-    side: Any = None  # stream of all captures, as memory is reused within a stream
+    # Of each device the stream of all captures and the last graph: a new one uses the same memory.
+    captures: ClassVar[dict[torch.device, tuple[Any, Any]]] = {}
 
     def __init__(self, model: nn.Module, prompts: Tensor, attention: Tensor) -> None:
         super().__init__(model, prompts, attention)
@@ -136,23 +136,25 @@ class GraphDecoding(Decoding):
 
     def _step(self) -> None:
         """Set the logits `out` [n, 1, V]; the first step on new buffers captures the graph."""
-        if self.graph is None:
-            self.graph = self._capture()
-        self.graph.replay()
+        with torch.cuda.device(self.rows.device):
+            if self.graph is None:
+                self.graph = self._capture(self.rows.device)
+            self.graph.replay()
 
-    def _capture(self) -> Any:
-        graph, kind = torch.cuda.CUDAGraph(), GraphDecoding
-        kind.side = side = kind.side or torch.cuda.Stream()
-        pool = kind.latest.pool() if kind.latest else None
-        side.wait_stream(main := torch.cuda.current_stream())
+    def _capture(self, device: torch.device) -> Any:
+        side, last = self.captures.get(device) or (torch.cuda.Stream(device), None)
+        graph, pool = torch.cuda.CUDAGraph(), last.pool() if last else None
+        side.wait_stream(main := torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             self._forward()  # kernels are loaded and chosen outside the capture
             # torch.cuda.graph would empty the cache of the allocator first, at each rollout.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            self.out = self._forward()
-            graph.capture_end()
+            try:
+                self.out = self._forward()
+            finally:
+                graph.capture_end()
         main.wait_stream(side)
-        kind.latest = graph
+        self.captures[device] = side, graph
         return graph
 
 

@@ -9,7 +9,7 @@ The result is exact (the same sums in another order), and the row has one prompt
 `packed` puts whole sequences into one row in the same way, without a shared prompt.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
@@ -39,7 +39,7 @@ class Layout:
     input_ids: Tensor  # [R, L] int64
     position_ids: Tensor  # [R, L] int64
     attention_mask: Tensor  # [R, L] bool, or [R, 1, L, L] bool
-    source: Tensor  # [K] index, in R*L, of the hidden state that predicts each kept token
+    source: Tensor  # [K] index, in the inputs, of the hidden state that predicts each kept token
     trees: list[list[int]] | None = None  # [R] tokens of a shared prompt, its replies, the padding
     grid: Grid | None = None  # then the inputs are one row [1, N]; mask and trees are of the grid
 
@@ -58,12 +58,10 @@ class Layout:
             real, mask = index < ends[:, None], self.attention_mask
         if real.sum() > 0.95 * real.numel():
             return self
-        cells = real.flatten().nonzero().squeeze(-1)  # [N]
-        place = real.flatten().cumsum(0) - 1  # [R * L] in the row
         ids, position = (x[real][None] for x in (self.input_ids, self.position_ids))
-        grid, source = Grid(rows, cells), place[self.source]
-        return replace(self, input_ids=ids, position_ids=position, attention_mask=mask,
-                       source=source, grid=grid)  # fmt: skip
+        place = real.flatten().cumsum(0) - 1  # [R * L] in the row
+        grid = Grid(rows, real.flatten().nonzero().squeeze(-1))
+        return Layout(ids, position, mask, place[self.source], self.trees, grid)
 
 
 def plain(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:

@@ -145,9 +145,9 @@ def sample(
     lengths = torch.zeros(size, dtype=torch.int64, device=device)
     complete = torch.zeros(size, dtype=torch.bool, device=device)
     alive = torch.arange(size, device=device)  # rows still running
-    steps = torch.arange(max_new_tokens, device=device)
-    draws = uniforms(streams[:, None], starts[:, None] + steps)  # [B, max_new_tokens]
     greedy = temperature == 0
+    steps = torch.arange(0 if greedy else max_new_tokens, device=device)
+    draws = uniforms(streams[:, None], starts[:, None] + steps)  # [B, max_new_tokens]
     state = decode(model, prompts, attention)
     seen = None
     if filters.repetition_penalty != 1:  # which tokens are in each row so far, [B, V]
@@ -160,7 +160,10 @@ def sample(
         if not greedy:
             scaled = filters.cut(scaled)
         probs = scaled.softmax(-1)
-        sampled = logits.argmax(-1) if greedy else inverse_cdf(probs, draws[alive, step])
+        if greedy:
+            sampled = logits.argmax(-1)
+        else:
+            sampled = inverse_cdf(probs, draws[:, step].to(device)[alive])
         if seen is not None:
             seen[alive, sampled] = True
         picked = probs.gather(-1, sampled[:, None]).squeeze(-1).log()  # [n]

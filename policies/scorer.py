@@ -150,15 +150,16 @@ class Scorer(nn.Module):
 
     def hidden(self, layout: layouts.Layout) -> Tensor:
         """Return the states that predict the kept tokens, [K, H]."""
-        spreads = getattr(self.model.config, "_attn_implementation", None) == ATTENTION
-        layout = layout.unpadded() if spreads else layout
+        takes_trees = getattr(self.model.config, "_attn_implementation", None) == ATTENTION
+        if takes_trees and layout.input_ids.device.type == "cpu":
+            layout = layout.unpadded()
         with self.precision():
             out = self.model.base_model(
                 input_ids=layout.input_ids,
                 attention_mask=layout.attention_mask,
                 position_ids=layout.position_ids,
                 use_cache=False,
-                **({"trees": layout.trees, "grid": layout.grid} if spreads else {}),
+                **({"trees": layout.trees, "grid": layout.grid} if takes_trees else {}),
             ).last_hidden_state  # [R, L, H]
         return out.flatten(0, 1)[layout.source]
 

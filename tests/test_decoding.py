@@ -59,6 +59,7 @@ def test_graphs_are_for_models_whose_steps_are_all_alike():
     assert fits_graph(make_model())
     assert not fits_graph(make_model(rope_parameters=scaled))
     assert not fits_graph(make_model(**sliding))
+    assert not fits_graph(make_model(attn_implementation="eager")), "it adds the mask"
     assert not fits_graph(torch.nn.Linear(2, 2))
 
 
