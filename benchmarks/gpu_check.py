@@ -18,7 +18,7 @@ from functools import cache, partial
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -142,12 +142,12 @@ def vllm() -> Answer:
 
 
 def leash() -> Answer:
-    """Return medians without the first iteration, which warms up."""
+    """Return means without the first iteration, which warms up."""
     rows = train("figures", FIGURES)[1:]
     named = {"rollout": "collect", "score": "score", "update": "update", "in all": "iteration"}
-    parts = [f"{a} {median(row[f'time/{b}_s'] for row in rows):.3g} s" for a, b in named.items()]
-    mfu = [f"MFU {median(row['perf/mfu'] for row in rows):.1%}"] if "perf/mfu" in rows[0] else []
-    speed = f"{median(row['perf/tokens_per_s'] for row in rows):,.0f} tokens/s"
+    parts = [f"{a} {fmean(row[f'time/{b}_s'] for row in rows):.3g} s" for a, b in named.items()]
+    mfu = [f"MFU {fmean(row['perf/mfu'] for row in rows):.1%}"] if "perf/mfu" in rows[0] else []
+    speed = f"{fmean(row['perf/tokens_per_s'] for row in rows):,.0f} tokens/s"
     return "figure", ", ".join([*parts, speed, *mfu])
 
 
@@ -161,7 +161,7 @@ def trl() -> Answer:
     lines = [line for line in read_lines(PLACE / "trl" / "log.jsonl") if "step_time" in line]
     steps = [line.get("seconds", line["step_time"]) for line in lines][STEPS:]
     whole = fmean(steps) * STEPS
-    update = median(seconds for i, seconds in enumerate(steps) if i % STEPS) * STEPS
+    update = fmean(seconds for i, seconds in enumerate(steps) if i % STEPS) * STEPS
     parts = {"rollout and score": whole - update, "update": update, "in all": whole}
     return "figure", ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items())
 

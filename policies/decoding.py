@@ -1,6 +1,6 @@
 """Decoding: the forward of a sampler's rows, a token at a time, on transformers' cache.
 
-On a GPU a step is a thousand launches, which take ten times as long as their work. There a CUDA
+On a GPU a step is a thousand launches, which take several times as long as their work. There a CUDA
 graph launches them at once, for models whose forward does not depend on values: GRAPHED.
 """
 

@@ -171,6 +171,7 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
             module, q, k, v, [[0, *sizes] for sizes in trees], **more
         )
     ),
+    "tokens in other rows": lambda f: lambda self, x, length: f(self, x.roll(1, 2), length),
     "a norm without its mean": after(lambda out: (1.01 * out[0], *out[1:])),
     "replies see each other": after(lambda mask: torch.ones_like(mask).tril()),
     # The policy finds no ids and renders the chat.
@@ -255,6 +256,7 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("first log-prob zero", contracts.alignment, SAMPLE),
     ("replies see each other", contracts.alignment, "policies.layout:tree_mask"),
     ("replies without a prompt", attends_reply_by_reply, "policies.attention:_by_reply"),
+    ("tokens in other rows", contracts.alignment, "policies.attention:Grid.fill"),
     ("a norm without its mean", has_the_layers_of_transformers, "policies.layers:_Norm.backward"),
     ("tokenise again", contracts.token_in_token_out, "trainer.collect:_with_ids"),
     ("cut replies stay open", contracts.token_in_token_out, f"{RENDERER}.extend"),

@@ -44,7 +44,7 @@ def draw(model, monkeypatch, kind, *, max_new_tokens: int = 90, rows: int = 24):
 def test_buffers_give_the_replies_of_a_growing_cache(monkeypatch):
     model = make_model(torch.float64)
     monkeypatch.setattr(decoding, "ROOM", 8)  # buffers grow several times
-    monkeypatch.setattr(decoding, "FEW", 4)  # and shrink
+    monkeypatch.setattr(decoding, "FEW", 4)  # and move when half have ended
     want, got = (draw(model, monkeypatch, kind) for kind in (Decoding, Plain))
     assert 1 in want.lengths, "rows end at once"
     assert want.lengths.max() > 60, "and late"
