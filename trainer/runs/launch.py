@@ -205,7 +205,9 @@ def _start_ranks(
     env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
     env |= {"OMP_NUM_THREADS": str(threads), "LEASH_PARENT": str(os.getpid())}
     env.setdefault("LD_PRELOAD", tcmalloc())
-    if "tcmalloc" not in env["LD_PRELOAD"]:  # it keeps its pages
+    if "tcmalloc" in env["LD_PRELOAD"]:
+        env.setdefault("TCMALLOC_RELEASE_RATE", "0")  # pages stay, so that each faults once
+    else:
         env.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: fewer page faults
     if "OMP_WAIT_POLICY" not in env:
         env.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads yield to other programs soon
