@@ -80,8 +80,8 @@ class Decoding:
 class GraphDecoding(Decoding):
     """Decoding by a CUDA graph over buffers of fixed size.
 
-    Rows that have ended stay in the buffers and are computed in vain. With more than FEW rows the
-    others move to smaller buffers when half have ended. Full buffers grow by half.
+    Rows that have ended stay in the buffers, and their outputs are not read. When half of more than
+    FEW rows have ended, the others move to smaller buffers. Full buffers grow by half.
     """
 
     # Of each device the stream of all captures and the last graph: a new one uses the same memory.

@@ -1,5 +1,7 @@
 """Decoding: buffers of fixed size, with and without a CUDA graph, against a growing cache."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -15,9 +17,12 @@ STOP = Stop(frozenset(range(4)))  # with random weights a token in 24 ends a rep
 
 
 class Plain(GraphDecoding):
-    """The buffers of a graph, with a forward instead of the graph."""
+    """The buffers of a graph, with a forward instead of the graph; notes their sizes."""
+
+    sizes: ClassVar[set[tuple[int, int]]] = set()  # rows, tokens
 
     def _step(self) -> None:
+        self.sizes.add((len(self.ids), self.mask.shape[-1]))
         self.out = self._forward()
 
 
@@ -41,13 +46,21 @@ def draw(model, monkeypatch, kind, *, max_new_tokens: int = 90, rows: int = 24):
                   streams=fold(3, torch.arange(rows)), max_new_tokens=max_new_tokens)  # fmt: skip
 
 
-def test_buffers_give_the_replies_of_a_growing_cache(monkeypatch):
+@pytest.mark.parametrize(("room", "few"), [(8, 24), (128, 4)])
+def test_buffers_give_the_replies_of_a_growing_cache(monkeypatch, room, few):
     model = make_model(torch.float64)
-    monkeypatch.setattr(decoding, "ROOM", 8)  # buffers grow several times
-    monkeypatch.setattr(decoding, "FEW", 4)  # and move when half have ended
+    monkeypatch.setattr(decoding, "ROOM", room)
+    monkeypatch.setattr(decoding, "FEW", few)
+    monkeypatch.setattr(Plain, "sizes", set())
     want, got = (draw(model, monkeypatch, kind) for kind in (Decoding, Plain))
     assert 1 in want.lengths, "rows end at once"
     assert want.lengths.max() > 60, "and late"
+    rows, tokens = ({size[i] for size in Plain.sizes} for i in (0, 1))
+    if room == 8:
+        assert len(tokens) > 3, "buffers grow with the replies"
+    else:
+        assert len(tokens) == len(rows) > 1, "without growth they change when half have ended"
+        assert min(rows) <= few
     assert torch.equal(got.ids, want.ids)
     assert torch.equal(got.complete, want.complete)
     torch.testing.assert_close(got.log_probs, want.log_probs)
