@@ -1,17 +1,16 @@
 """The distribution of each kept token, from the states before it, without logits [B, T, V].
 
-float32 logits exist for a few slices of the kept tokens at a time. The backward reads the outputs
-of the head's product if they were few enough to keep, or else computes them again.
+float32 logits exist for a slice of the vocabulary at a time. The backward reads the outputs of the
+head's product from the memory of the gradient to be, or else computes them again.
 
 Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -19,9 +18,10 @@ from torch.autograd.function import once_differentiable
 from policies.products import linear, mm
 
 NAMES = ("response", "assistant", "prompt", "attention")
-SLICE = 2**22  # logits at a time, over the kept tokens: 16 MB of float32; on a GPU 16 times that
-BLOCK = 4  # slices that the forward multiplies at once: on a CPU a product of few rows is slow
-SAVED = 2**28  # bytes of outputs of the head that the backward may keep
+SLICE = 2**20  # logits at a time, over the kept tokens: 4 MB of float32; on a GPU 64 times that
+NARROWEST = 512  # columns at a time at least: products of fewer are slow
+LOWEST = -1e30  # logit of a token that a head lacks: a probability of 0, and finite
+SAVED = 2**28  # bytes of outputs that wait for the backward in memory of their own
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,6 @@ class Head:
             self, weight=self.weight[at], bias=None if self.bias is None else self.bias[at]
         )
 
-    def cast(self) -> "Head":
-        """Return the head in the dtype of its product, cast once for many calls, no gradients."""
-        dtype = self.dtype or self.weight.dtype
-        bias = None if self.bias is None else self.bias.detach().to(dtype)
-        return replace(self, weight=self.weight.detach().to(dtype), bias=bias)
-
 
 class TokenDistribution:
     """Give each kept token a categorical distribution over the vocabulary.
@@ -104,12 +98,11 @@ class TokenDistribution:
         The entropy has a gradient with `learn` only. With `reference`, also the exact KL to it.
         """
         both = [self] if reference is None else [self, reference]
-        reads = [(d.head.cast(), d.states.detach()) for d in both]
-        count = sum(len(states) * len(head.weight) for head, states in reads)
-        keep = torch.is_grad_enabled() and count * reads[0][0].weight.itemsize <= SAVED
-        inputs = reads, value[self.mask], self.scale, entropy or learn, learn, keep
+        reads = [(d.head, d.states.detach().to(d.head.dtype or d.head.weight.dtype)) for d in both]
+        options = entropy or learn, learn, torch.is_grad_enabled()
+        inputs = reads, value[self.mask], self.scale, *options
         columns = _Sliced.apply(self.states, self.head.weight, self.head.bias, *inputs)
-        return Scores(*(None if c is None else placed(c, self.mask) for c in columns))
+        return Scores(*(None if c is None else placed(c.squeeze(-1), self.mask) for c in columns))
 
 
 def named_mask(batch: TensorDictBase, name: str) -> Tensor:
@@ -130,152 +123,177 @@ def named_mask(batch: TensorDictBase, name: str) -> Tensor:
 
 
 class _Sliced(torch.autograd.Function):
-    """Compute (log-prob, entropy or None, full KL or None), each [K], a slice of logits at a time.
+    """Compute (log-prob, entropy or None, full KL or None), each [K, 1], from slices of the logits.
 
-    The forward takes some tokens at a time; the backward some columns of the vocabulary. It reads
-    or computes their logits z again and turns them into their gradient. With p = softmax(z), S the
-    entropy and f = log p - log q for the reference's q:
+    A slice z [K, v] has the logits of all kept tokens for v columns of the vocabulary. The forward
+    sums over slices; the backward turns each into its gradient. With p = softmax(z), S the entropy
+    and f = log p - log q for the reference's q:
     d log p(y) / dz = onehot(y) - p, dS / dz = -p (log p + S), dKL / dz = p (f - KL).
     """
 
     @staticmethod
     def forward(ctx: Any, states, weight, bias, reads, target, scale, entropy, learn, keep):  # type: ignore[override]
         """Return the columns; `reads` are (head, states) of the policy and of the reference."""
-        keep = keep and any(ctx.needs_input_grad[:3])
-        size, parts, norms, saved = min(len(head.weight) for head, _ in reads), [], [], []
-        for at, outputs in _products(reads, len(weight)):
-            both = [
-                _normalised(_tempered(head.finish(x), scale, at), saved=x if keep else None)
-                for (head, _), x in zip(reads, outputs, strict=True)
-            ]
-            (mine, probs, _), *theirs = both
-            norms.append([norm for *_, norm in both])
-            log_prob = mine.gather(-1, target[at, None]).squeeze(-1)
-            full = full_kl(mine, theirs[0][0], probs=probs) if theirs else None
-            mass = probs[:, :size].sum(-1) if theirs and size < len(weight) else None
-            spread = -probs.mul_(mine).sum(-1) if entropy else None
-            parts.append((log_prob, spread, full, mass))
-            saved += outputs if keep else []  # by slice, then by distribution
-        *columns, mass = [
-            torch.cat(c) if c[0] is not None else None for c in zip(*parts, strict=True)
-        ]
-        ctx.save_for_backward(states, weight, bias, *columns[1:], *saved)
-        norms = [torch.cat(n) for n in zip(*norms, strict=True)]  # [K, 1] of each
-        ctx.inputs = reads, target, scale, norms, 1 if mass is None else mass[:, None]
+        outputs = _Outputs(reads, ctx.needs_input_grad[1], keep)
+        sizes, chosen = [len(head.weight) for head, _ in reads], 0.0
+        sums, means, gaps = [[] for _ in reads], [], []
+        for at in _slices(sizes, target):
+            both = [_tempered(outputs.compute(i, at), scale) for i in range(len(reads))]
+            mine, index, inside = both[0], *_columns(target, at)
+            chosen = mine.gather(1, index).where(inside, 0.0) + chosen
+            probs = [z.softmax(-1) for z in both]  # within the slice
+            for rows, z, p in zip(sums, both, probs, strict=True):
+                most = z.amax(-1, keepdim=True)
+                rows.append((most, 1 / p.amax(-1, keepdim=True)))  # max p = exp(0) / total
+            if len(both) > 1 and at.stop <= min(sizes):  # rows of one alone pad its embedding
+                gaps.append(_mean(both[1].sub_(mine), probs[0]))
+            if entropy:
+                means.append(_mean(mine.sub_(sums[0][-1][0]), probs[0]))
+        (top, rest, tops, share), *other = (_joined(rows) for rows in sums)
+        ctx.norms, ctx.mass, spread, full = [top + rest], 1.0, None, None
+        if entropy:
+            spread = rest - ((torch.cat(means, -1) + tops - top) * share).sum(-1, keepdim=True)
+        if other:
+            their_top, their_rest, *_ = other[0]
+            common = share[:, : len(gaps)]
+            ctx.norms.append(their_top + their_rest)
+            ctx.mass = common.sum(-1, keepdim=True)
+            gap = (torch.cat(gaps, -1) * common).sum(-1, keepdim=True)  # of log q / p, unnormalised
+            full = ctx.mass * (their_top - top + their_rest - rest) - gap
+        ctx.save_for_backward(states, weight, bias, spread, full)
+        ctx.outputs, ctx.inputs = outputs, (target, scale, sizes)
         ctx.set_materialize_grads(False)
         if entropy and not learn:
-            ctx.mark_non_differentiable(columns[1])
-        return tuple(columns)
+            ctx.mark_non_differentiable(spread)
+        return chosen - top - rest, spread, full
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *above: Tensor | None):  # type: ignore[override]
         """Return the gradients of states [K, H], weight [V, H] and bias [V]."""
-        states, weight, bias, *sums = ctx.saved_tensors[:5]
-        saved = ctx.saved_tensors[5:]
-        reads, target, scale, norms, mass = ctx.inputs
-        spread, kl = (None if x is None else x[:, None] for x in sums)
-        log_prob, entropy, full = (None if g is None else g[:, None] for g in above)  # [K, 1]
-        reads = [(head, h.to(head.weight.dtype)) for head, h in reads]
-        head, hidden = reads[0]
+        states, weight, bias, spread, kl = ctx.saved_tensors
+        outputs, (target, scale, sizes) = ctx.outputs, ctx.inputs
+        log_prob, entropy, full = above  # [K, 1] each
+        head, hidden = outputs.reads[0]
         by_states = torch.zeros_like(states, dtype=torch.promote_types(states.dtype, torch.float32))
-        by_weight, by_bias = (
-            torch.empty_like(x) if needed else None
-            for x, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
-        )
-
-        def logits(number: int, at: slice) -> Tensor:
-            head, hidden = reads[number]
-            if saved:
-                return head.finish(torch.cat([x[:, at] for x in saved[number :: len(reads)]]))
-            return head.columns(at)(hidden)
-
-        for at in _slices(len(weight), len(target), target.device):
-            mine = logits(0, at)  # [K, v]
+        by_weight = outputs.by_weight
+        if by_weight is None and ctx.needs_input_grad[1]:
+            by_weight = torch.empty_like(weight)
+        by_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
+        for at in _slices(sizes, target):
+            if at.start >= len(weight):
+                break
+            mine = outputs.read(0, at)  # [K, v]
             slope = None if head.cap is None else 1 - (mine / head.cap).square()
-            mine = _tempered(mine, scale).sub_(norms[0])
+            mine = _tempered(mine, scale).sub_(ctx.norms[0])
             grad = mine.exp()
             factor = 0.0 if log_prob is None else -log_prob  # of p
             if full is not None:
-                theirs = _tempered(logits(1, at), scale).sub_(norms[1])
-                behind = log_ratio(theirs, mine).sub_(1)  # of the tokens that both have
-                if behind.shape != mine.shape:
-                    behind = F.pad(behind, (0, mine.shape[-1] - behind.shape[-1]))
-                factor = behind.add_(kl + mass).mul_(-full).add_(factor)
+                behind = kl + ctx.mass
+                if at.stop <= min(sizes):
+                    theirs = _tempered(outputs.read(1, at), scale).sub_(ctx.norms[1])
+                    behind = theirs.sub_(mine).add_(behind - 1)
+                factor = behind.mul_(-full).add_(factor)
             if entropy is not None:
                 factor = mine.add_(spread).mul_(-entropy).add_(factor)
             grad.mul_(factor)
             if log_prob is not None:
-                rows = ((target >= at.start) & (target < at.stop)).nonzero().squeeze(-1)
-                grad[rows, target[rows] - at.start] += log_prob[rows, 0]
+                index, inside = _columns(target, at)
+                grad.scatter_add_(1, index, log_prob.where(inside, 0.0))
             grad = grad if slope is None else grad.mul_(slope)
             grad = _tempered(grad, scale)
             if by_bias is not None:
                 by_bias[at] = grad.sum(0)
             grad = grad.to(hidden.dtype)
-            by_states += mm(grad, head.weight[at])
+            by_states += mm(grad, weight[at].to(hidden.dtype))
             if by_weight is not None:
                 by_weight[at] = mm(grad.T, hidden)
+        outputs.memory = outputs.by_weight = None  # another backward computes the outputs again
         return by_states, by_weight, by_bias, *[None] * 6
 
 
-def _products(reads: list[tuple[Head, Tensor]], width: int) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield slices of the kept tokens and, for each head and its states, the outputs [k, V]."""
-    count, device = len(reads[0][1]), reads[0][1].device
-    for block in _slices(count, width, device, BLOCK):
-        outputs = [head.product(states[block]) for head, states in reads]
-        for at in _slices(len(outputs[0]), width, device):
-            place = slice(block.start + at.start, block.start + at.stop)
-            yield place, [x[at] for x in outputs]
+class _Outputs:
+    """Outputs of heads, which wait for the backward in the memory of the weights' gradient.
 
-
-def _slices(count: int, width: int, device: torch.device, times: int = 1) -> list[slice]:
-    """Return slices of `count` rows of `width` logits, SLICE in each, on a CPU `times` SLICE."""
-    step = max(SLICE * (times if device.type == "cpu" else 16) // max(width, 1), 1)
-    return [slice(i, min(i + step, count)) for i in range(0, max(count, 1), step)]
-
-
-def _normalised(logits: Tensor, saved: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs and probabilities [k, V], and the logsumexp of the logits [k, 1].
-
-    The log-probs overwrite the logits, unless these are `saved`.
+    The backward reads the outputs of some columns and then writes the gradient of their weights to
+    the same place. Outputs that do not fit there take up to SAVED bytes of other memory.
     """
-    probs = logits.softmax(-1)
-    most = logits.amax(-1, keepdim=True)
-    rest = -probs.amax(-1, keepdim=True).log()  # logsumexp of logits - most: exp(0) / sum = max
-    logits = logits - most if logits is saved else logits.sub_(most)
-    return logits.sub_(rest), probs, most + rest
+
+    def __init__(self, reads: list[tuple[Head, Tensor]], learns: bool, keep: bool) -> None:
+        self.reads, self.memory, self.by_weight = reads, None, None
+        head, states = reads[0]
+        count = len(states)
+        if keep and learns:
+            self.by_weight = torch.empty_like(head.weight, memory_format=torch.contiguous_format)
+            self.memory = self.by_weight.view(states.dtype)  # [V, *]
+        if keep and (self.memory is None or self.memory.shape[1] < count):
+            size = len(head.weight) * count * states.itemsize
+            fits = min(SAVED // max(size, 1), len(reads))
+            self.memory = states.new_empty(len(head.weight), fits * count)
+
+    def compute(self, number: int, at: slice) -> Tensor:
+        """Return the logits [K, v] of some columns; of columns that a head lacks, LOWEST."""
+        head, states = self.reads[number]
+        if at.start >= len(head.weight):
+            dtype = torch.promote_types(states.dtype, torch.float32)
+            return states.new_full((len(states), at.stop - at.start), LOWEST, dtype=dtype)
+        outputs = head.columns(at).product(states)
+        if (place := self._place(number, at)) is not None:
+            place.copy_(outputs)
+        return head.finish(outputs)
+
+    def read(self, number: int, at: slice) -> Tensor:
+        """Return the same logits, from memory if they are there. Overwrite them."""
+        place = self._place(number, at)
+        return self.compute(number, at) if place is None else self.reads[number][0].finish(place)
+
+    def _place(self, number: int, at: slice) -> Tensor | None:
+        """Return the memory of outputs [K, v], None if there is none."""
+        states = self.reads[number][1]
+        count, columns = len(states), at.stop - at.start
+        if self.memory is None or states.dtype != self.memory.dtype:
+            return None
+        if (number + 1) * count > self.memory.shape[1] or at.start >= len(self.memory):
+            return None
+        size = count * columns
+        return self.memory[at].flatten()[number * size :][:size].view(count, columns)
 
 
-def _tempered(logits: Tensor, scale: Tensor | None, at: slice = slice(None)) -> Tensor:
-    """Return logits divided by the temperature of their tokens."""
-    return logits if scale is None else logits / scale[at]
+def _slices(sizes: list[int], target: Tensor) -> list[slice]:
+    """Return slices of the columns, SLICE logits in each, which end where a vocabulary ends."""
+    step = max(SLICE * (1 if target.device.type == "cpu" else 64) // max(len(target), 1), NARROWEST)
+    step = step // 64 * 64 or step  # kernels are slower on other widths
+    spans = pairwise(sorted({0, *sizes}))
+    return [slice(i, min(i + step, end)) for start, end in spans for i in range(start, end, step)]
 
 
-def full_kl(curr: Tensor, ref: Tensor, probs: Tensor | None = None) -> Tensor:
-    """Return the exact KL(curr || ref) over the vocabulary; log-probs [*, V] in and [*] out.
+def _columns(target: Tensor, at: slice) -> tuple[Tensor, Tensor]:
+    """Return each token's place in a slice [K, 1], and whether it is there."""
+    index = target[:, None] - at.start
+    inside = (index >= 0) & (index < at.stop - at.start)
+    return index.clamp(0, at.stop - at.start - 1), inside
 
-    `probs` is the exp of `curr`, if it is known. Overwrites `ref`, so it is not for autograd.
 
-    Tokens ruled out under curr (-inf) contribute nothing, nor do those that only one of the two
-    has: rows that pad an embedding.
+def _mean(values: Tensor, probs: Tensor) -> Tensor:
+    """Return the mean [K, 1] of values [K, v]."""
+    return torch.linalg.vecdot(probs, values)[:, None]
 
-    >>> round(full_kl(*torch.tensor([[0.0, 0.0], [1.0, 0.0]]).log_softmax(-1)).item(), 4)
-    0.1201
+
+def _joined(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what (max z, sum of exp(z - max z)), [K, 1] each, of n slices are together.
+
+    That is max z and log sum of exp(z - max z), [K, 1], and of each slice max z and p, [K, n].
     """
-    probs = curr.exp() if probs is None else probs
-    ratio = log_ratio(ref, curr)
-    return -ratio.mul_(probs[..., : ratio.shape[-1]]).sum(-1)
+    tops, totals = (torch.cat(part, -1) for part in zip(*rows, strict=True))
+    top = tops.amax(-1, keepdim=True)
+    totals = totals * (tops - top).exp()
+    total = totals.sum(-1, keepdim=True)
+    return top, total.log(), tops, totals / total
 
 
-def log_ratio(ref: Tensor, curr: Tensor) -> Tensor:
-    """Return log ref - log curr of the tokens that both have, 0 where curr rules them out.
-
-    The ratio overwrites `ref`.
-    """
-    size = min(curr.shape[-1], ref.shape[-1])
-    curr, ref = curr[..., :size], ref[..., :size]
-    return ref.sub_(curr).masked_fill_(curr == -torch.inf, 0)
+def _tempered(logits: Tensor, scale: Tensor | None) -> Tensor:
+    """Divide logits by the temperature of their tokens."""
+    return logits if scale is None else logits.div_(scale)
 
 
 def _per_token(temperature: Tensor | float, keep: Tensor) -> Tensor | None:

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from policies.scorer import Scores
-from policies.token_distribution import full_kl
+from policies.token_distribution import Head, TokenDistribution
 from trainer.gae import gae
 from trainer.kl import Leash
 from trainer.kl_control import IN_THE_UPDATE, ConstantKLController
@@ -61,7 +61,10 @@ class Table:
 def estimate(policy: Table, ref: Table, estimator: str) -> Tensor:
     """Return leash's estimate of the KL of each token, [N, 2]; of what the policy itself says."""
     if estimator == "full":
-        return full_kl(policy.states(), ref.states().detach())
+        states, others = policy.states().flatten(0, 1), ref.states().detach().flatten(0, 1)
+        head, every = Head(torch.eye(V, dtype=torch.float64), None, None), SEQUENCES >= 0
+        reference = TokenDistribution(head, others, every)
+        return TokenDistribution(head, states, every).scores(SEQUENCES, reference=reference).full_kl
     kind = "k3" if estimator == "k3_ratio" else estimator  # the ratio is 1
     return kl_term(policy.log_probs(), ref.log_probs().detach(), kind)
 

@@ -284,17 +284,19 @@ def test_logits_of_whole_sequences_never_exist(monkeypatch, wanted):
     assert peak_bytes(run) < 0.25 * whole
 
 
-@pytest.mark.parametrize("kept", [0, 2**28])
+# Outputs: computed again; in memory of their own; in the gradient's, the policy's or both.
+@pytest.mark.parametrize(("kept", "width"), [(0, 2), (2**28, 2), (0, 4), (0, 8)])
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("rows", [6, 9, 12])  # of the reference's vocabulary; the policy's has 9
-def test_the_gradient_of_the_slices_is_that_of_whole_logits(monkeypatch, cap, rows, kept):
+def test_the_gradient_of_the_slices_is_that_of_whole_logits(monkeypatch, cap, rows, kept, width):
     monkeypatch.setattr(token_distribution, "SAVED", kept)
     monkeypatch.setattr(token_distribution, "SLICE", 10)
+    monkeypatch.setattr(token_distribution, "NARROWEST", 1)
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
     ids, keep = torch.tensor([[1, 8, 2], [5, 0, 3]]), torch.tensor([[0, 1, 1], [1, 0, 1]]).bool()
     warmth = torch.tensor([[0.7], [1.3]]).expand(2, 3)[keep][:, None].double()
-    states, weight, bias = (draw(*size).requires_grad_() for size in ((4, 2), (9, 2), (9,)))
-    theirs, up = (draw(4, 2), draw(rows, 2)), draw(3, 4)
+    states, weight, bias = (draw(*size).requires_grad_() for size in ((4, width), (9, width), (9,)))
+    theirs, up = (draw(4, width), draw(rows, width)), draw(3, 4)
 
     def logits(states, weight, bias=0):
         out = states @ weight.T + bias

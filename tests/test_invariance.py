@@ -65,7 +65,8 @@ def reply_by_reply(name: str, largest: int = 0) -> Tensor:
 
 def in_chunks_of_four_logits(name: str) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_distribution, "SLICE", 4 * step(name).policy.model.config.vocab_size)
+        patch.setattr(token_distribution, "SLICE", 0)
+        patch.setattr(token_distribution, "NARROWEST", 4)
         return gradient(step(name))
 
 
