@@ -134,6 +134,7 @@ class _Sliced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states, weight, bias, reads, target, scale, entropy, learn, keep):  # type: ignore[override]
         """Return the columns; `reads` are (head, states) of the policy and of the reference."""
+        keep = keep and any(ctx.needs_input_grad[:3])
         outputs = _Outputs(reads, ctx.needs_input_grad[1], keep)
         sizes, chosen = [len(head.weight) for head, _ in reads], 0.0
         sums, means, gaps = [[] for _ in reads], [], []
@@ -243,7 +244,7 @@ class _Outputs:
         return head.finish(outputs)
 
     def read(self, number: int, at: slice) -> Tensor:
-        """Return the same logits, from memory if they are there. Overwrite them."""
+        """Return the same logits, from memory if they are there; the caller may overwrite them."""
         place = self._place(number, at)
         return self.compute(number, at) if place is None else self.reads[number][0].finish(place)
 

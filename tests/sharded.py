@@ -68,6 +68,7 @@ MORE = {
     "grpo, LoRA, a rank without rows": ("grpo", LORA),
     "grpo, bfloat16": ("grpo", "policy.dtype=bfloat16", REFRESH),
     "grpo, autocast": ("grpo", "policy.autocast=bfloat16"),
+    "grpo_full, autocast": ("grpo_full", "policy.autocast=bfloat16"),
     "grpo, offload": ("grpo", "launch.offload=true"),
     "sft, packed": ("sft", "algorithm.packing=true"),
     "sft, gemma": ("sft",),
