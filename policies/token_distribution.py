@@ -228,6 +228,7 @@ class _Outputs:
             self.by_weight = torch.empty_like(head.weight, memory_format=torch.contiguous_format)
             self.memory = self.by_weight.view(states.dtype)  # [V, *]
         if keep and (self.memory is None or self.memory.shape[1] < count):
+            self.by_weight = None
             size = len(head.weight) * count * states.itemsize
             fits = min(SAVED // max(size, 1), len(reads))
             self.memory = states.new_empty(len(head.weight), fits * count)
