@@ -28,57 +28,61 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
     """Execute the mode of a run; return the sweep metric (preflight: number of problems)."""
     import policies
     import trainer
+    from conf.plan import plan
+    from envs.rewards.validate import try_reward
     from policies.cache import sha256_of_inputs
     from policies.load import resolve_autocast
     from trainer.modes import run_mode
     from trainer.runs.versions import about_machine
 
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    algorithm, total, opt = cfg.algorithm, cfg.trainer.num_iterations, cfg.optimizer
-    steps = total * algorithm.epochs * algorithm.minibatches
-    with build.make_runtime(cfg, folder) as runtime:
+    algorithm, opt = cfg.algorithm, cfg.optimizer
+    steps = cfg.trainer.num_iterations * algorithm.epochs * algorithm.minibatches
+    parts = plan(config)
+    with parts.runtime(folder=folder, seed=cfg.seed) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
-        task = build.make_task(cfg.env)
-        # Find errors in the data and in the user's reward before a model is loaded.
-        if cfg.allow_targets or "envs.rewards.Registered" in str(cfg.env.rewards):
-            build.find_target("envs.rewards.validate.try_reward")(task)
+        task = build.make_task(config["env"])
+        try_reward(task)  # finds errors in the data and in the user's reward
         custom = build.custom_observers(cfg, runtime, observers)
-        if "autocast" in cfg.policy:  # for the real device: shards are loaded on the CPU
-            cfg.policy.autocast = resolve_autocast(cfg.policy.autocast, runtime.device)
-        policy = runtime.load(lambda **device: build.make_policy(cfg.policy, **device))
+        # For the real device: shards are loaded on the CPU.
+        autocast = resolve_autocast(cfg.policy.get("autocast"), runtime.device)
+        policy = runtime.load(lambda **device: parts.policy(autocast=autocast, **device))
         runtime.write_status(model=policy.files.about(), products=str(policy.scorer.autocast))
-        leash = build.make_leash(cfg)
         reference = build.make_reference(cfg, policy)
         if critic := algorithm.get("critic"):
             policy.scorer.critic = policies.Critic(policy.scorer, **critic)
-        generator = build.make_generator(cfg.policy, policy, runtime.folder)
+        generator = build.make_generator(policy, config["policy"]["engine"], runtime.folder)
         shared = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
         transforms = build.make_transforms(cfg)
-        shared |= {"env": build.make_env(cfg, task, policy, transforms.values()), "leash": leash}
-        after_rollout = build.make_verbs(cfg, **shared)
-        source = build.make_source(cfg, after_rollout.values(), **shared)
-        advantage = build.build(algorithm.advantage, algorithm, cfg.trainer, **shared)
-        objective = build.build(algorithm.objective, algorithm, **shared)
+        shared |= {"env": build.make_env(cfg, task, policy, transforms.values())}
+        shared |= {"leash": parts.leash}
+        after_rollout = {name: part(**shared) for name, part in parts.after_rollout.items()}
+        verbs = [*after_rollout.values()]
+        source = build.make_source(cfg, parts.source, after_rollout=verbs, **shared)
+        advantage = parts.advantage(**shared)
+        objective = parts.objective(**shared)
         all_observers = build.make_observers(cfg, runtime, custom)
-        make_optimizer = trainer.make_optimizer
-        settings = build.keys_for(make_optimizer, opt)
-        scorer, optimizer = runtime.prepare(policy, make_optimizer, settings, reference, advantage)
-        loop = trainer.Trainer(
+
+        def make_optimizer(model: Any) -> Any:
+            groups = trainer.parameter_groups(model, weight_decay=opt.weight_decay)
+            return parts.optimizer(params=groups, model=model)
+
+        scorer, optimizer = runtime.prepare(policy, make_optimizer, reference, advantage)
+        loop = parts.trainer(
             runtime=runtime,
             policy=policy,
             generator=generator,
             source=source,
             retrieve_kl=reference,
             advantage=advantage,
-            update=trainer.Update(
-                scorer,
-                optimizer,
-                objective,
-                runtime,
-                lr=trainer.make_schedule(opt.schedule, lr=opt.lr, warmup=opt.warmup, total=steps),
-                **build.keys_for(trainer.Update, cfg.trainer, algorithm),
+            update=parts.update(
+                scorer=scorer,
+                optimizer=optimizer,
+                objective=objective,
+                runtime=runtime,
+                leash=parts.leash,
+                lr=parts.schedule(total=steps),
                 max_tokens=cfg.policy.max_new_tokens * cfg.env.max_turns,
-                max_grad_norm=opt.max_grad_norm,
                 reference=reference.scorer,
             ),
             evaluate=trainer.Evaluate(
@@ -86,13 +90,11 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
                 retrieve_kl=reference,
                 **cfg.eval,
             ),
-            leash=leash,
+            leash=parts.leash,
             checkpoints=trainer.Checkpoints(
                 runtime, policy, optimizer, reference=reference, **cfg.checkpoint
             ),
-            num_iterations=total,
             num_logged_replies=cfg.tracker.get("replies", "0"),
-            profile=list(cfg.trainer.profile),
             early_stopping=build.make_early_stopping(cfg.trainer),
             inputs=sha256_of_inputs(config),
             parts=trainer.resuming.stateful_parts(

@@ -21,7 +21,7 @@ from policies.chats.history import History
 from policies.load import load_policy
 from policies.models import EMBEDDED
 from policies.random import fold
-from policies.wrappers.vllm_wrapper import vllm_beside
+from policies.wrappers.vllm_wrapper import make_vllm_generator
 from trainer.weight_sync import weight_sync
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     policy = load_policy(args.model)
     last = policy.model.config.vocab_size - 1  # ends no reply that is likely
-    engine = vllm_beside(policy, share=Path(mkdtemp()))
+    engine = make_vllm_generator(policy, folder=Path(mkdtemp()))
     print(f"{args.model}, {args.prompts} prompts, {torch.get_num_threads()} threads")
     synced = [seconds(lambda: weight_sync(policy, engine)) for _ in range(args.times)]
     print(f"weight sync, verified: {statistics.median(synced):.2f} s")

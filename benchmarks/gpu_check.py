@@ -133,7 +133,7 @@ def vllm() -> Answer:
     python = Path(sys.executable) if GPUS else ROOT / ".venv-vllm/bin/python"
     if not (find_spec("vllm") if GPUS else python.exists()):
         return "not run", "no vllm in .venv" if GPUS else "no .venv-vllm (make test-vllm)"
-    rows = train("vllm", f"{SHORT} policy.engine=vllm", python=str(python))
+    rows = train("vllm", f"{SHORT} policy/engine=vllm", python=str(python))
     probes = [(row["sync/probe_before"], row["sync/probe"]) for row in rows]
     mismatch = max(row["kl/mismatch"] for row in rows)
     good = len(rows) == 2 and all(after < min(before, FLOAT32) for before, after in probes)

@@ -1,4 +1,4 @@
-"""Build the parts of a run from the nodes of its configuration."""
+"""Build the parts of a run from the nodes of its configuration; conf/plan.py gives out the keys."""
 
 import difflib
 import inspect
@@ -15,10 +15,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.early_stopping import EarlyStopping
+from trainer.kl_control import CONTROLLERS, KLControllerBase
 
 # Keys of env that a task may take.
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split", "match")
-ENGINE = ("engine", "vllm")  # keys of policy for make_generator
 Section = Mapping[str, Any]  # a part of the configuration
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -88,23 +88,16 @@ def _plain(value: Any) -> Any:
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def keys_for(function: Callable[..., Any], *sections: Section) -> dict[str, Any]:
-    """Return the entries of `sections` that are keyword-only arguments of a function."""
-    parameters = inspect.signature(function).parameters.values()
-    names = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    return {name: section[name] for section in sections for name in section if name in names}
-
-
 def make_task(env: Section) -> Any:
     """Build the task of a resolved `env`, with the keys of DATA that the task takes.
 
-    If `env` has `rewards`, the result is an `envs.rewards.Rewarded`.
+    With `rewards`, or a `task_weight` other than 1, the result is an `envs.rewards.Rewarded`.
     """
     task = build({"_convert_": "all", **env["task"]}, **data_arguments(env))
-    if not (rewards := env.get("rewards")):
+    if not env["rewards"] and env["task_weight"] == 1:
         return task
     built = {}
-    for name, node in rewards.items():
+    for name, node in env["rewards"].items():
         try:
             built[name] = build({"_convert_": "all", **node})
         except (TypeError, ValueError) as error:
@@ -118,27 +111,11 @@ def data_arguments(env: Section) -> dict[str, Any]:
     return {key: env[key] for key in DATA if key in env and key in names and key not in env["task"]}
 
 
-def make_runtime(cfg: DictConfig, folder: Path) -> Any:
-    """Build the runtime of this rank; launch.strategy selects the class."""
-    kinds = {"ddp": "trainer.Runtime", "fsdp2": "trainer.shards.ShardedRuntime"}
-    kind = find_target(kinds[cfg.launch.strategy])
-    return kind(folder, **keys_for(kind, cfg, cfg.policy, cfg.launch))
-
-
-def make_policy(node: Section, **parts: Any) -> Any:
-    """Build the policy of a node; `make_generator` builds its generator."""
-    policy = build({k: v for k, v in node.items() if k not in ENGINE}, **parts)
-    if not hasattr(policy, "files"):
-        raise ValueError(f"expected {node['_target_']} to return a policy, got {type(policy)}")
-    return policy
-
-
-def make_generator(node: Section, policy: Any, folder: Path) -> Any:
-    """Build the generator of policy.engine: the policy itself, or vLLM."""
-    if node["engine"] == "transformers":
+def make_generator(policy: Any, engine: Section | None, folder: Path) -> Any:
+    """Build the generator of policy.engine; without an engine it is the policy itself."""
+    if engine is None:
         return policy
-    vllm_beside = find_target("policies.wrappers.vllm_wrapper.vllm_beside")
-    return vllm_beside(policy, share=folder / ".engine", **_plain(node["vllm"]))
+    return build(engine, policy=policy, folder=folder / ".engine")
 
 
 def make_transforms(cfg: DictConfig) -> dict[str, Any]:
@@ -156,36 +133,54 @@ def make_env(cfg: DictConfig, task: Any, policy: Any, transforms: Iterable[Any])
     return env
 
 
-def make_leash(cfg: DictConfig) -> Any:
-    """Build the leash, which charges the KL, from `kl.*`; imports torch."""
-    import trainer
+def controller_arguments(kl: Section) -> tuple[Callable[..., Any], list[str]]:
+    """Return the maker of kl.controller and the keys of kl.* that are its arguments."""
+    named = kl["controller"]
+    make = find_target(named["_target_"]) if isinstance(named, Mapping) else CONTROLLERS[named]
+    names, _ = arguments_of(make)
+    return make, [name for name in names if name in kl]
 
-    make, kl = trainer.make_kl_controller, cfg.kl
-    controller = make(**keys_for(make, kl), total=cfg.trainer.num_iterations)
-    return trainer.Leash(controller, kl.estimator, kl.where, allow_biased=kl.allow_biased)
 
+def make_controller(kl: Section, **facts: Any) -> KLControllerBase:
+    """Build the controller of kl.controller; torch-free.
 
-def make_verbs(cfg: DictConfig, **parts: Any) -> dict[str, Any]:
-    """Build the functions of algorithm.after_rollout and return them by name.
-
-    If policy.engine is not transformers, trainer.ImportanceSampling comes first, unless
-    after_rollout contains ImportanceSampling or `importance: null`.
+    It gets the keys of kl.* and the `facts` of the run (see CONTROLLERS) that are its arguments.
+    ValueError for a missing key.
     """
-    nodes = _plain(cfg.algorithm.after_rollout) or {}
-    named = any("ImportanceSampling" in (node or {}).get("_target_", "") for node in nodes.values())
-    if cfg.policy.engine != "transformers" and not named:
-        nodes = {"importance": {"_target_": "trainer.ImportanceSampling"}} | nodes
-    return {name: build(node, cfg.trainer, **parts) for name, node in nodes.items() if node}
+    make, names = controller_arguments(kl)
+    own = kl["controller"]
+    node = dict(own) if isinstance(own, Mapping) else {}
+    node.pop("_target_", None)
+    given = {name: kl[name] for name in names if name not in node}
+    for name, parameter in inspect.signature(make).parameters.items():
+        if name in given and given[name] is None and parameter.default is parameter.empty:
+            raise ValueError(f"kl.controller={own} needs kl.{name}, got none; give kl.{name}=...")
+    facts = {name: fact for name, fact in facts.items() if name in arguments_of(make)[0]}
+    return make(**given, **facts, **node)
 
 
-def make_source(cfg: DictConfig, verbs: Iterable[Any], **parts: Any) -> Any:
+def facts_of(config: Section) -> dict[str, int]:
+    """Return the facts that a controller may take: iterations, and responses of an iteration."""
+    settings, size = config["trainer"], config["algorithm"]["group_size"]
+    responses = settings["prompts_per_iteration"] * size
+    return {"total": settings["num_iterations"], "responses": responses}
+
+
+def make_leash(config: Section) -> Any:
+    """Build the leash, which charges the KL, from `kl.*`; imports torch."""
+    kl = config["kl"]
+    controller = make_controller(kl, **facts_of(config))
+    options = {name: kl[name] for name in ("estimator", "where", "allow_biased")}
+    return build({"_target_": "trainer.Leash", **options}, controller=controller)
+
+
+def make_source(cfg: DictConfig, part: Callable[..., Any], **objects: Any) -> Any:
     """Build the source of batches; a training run with trainer.overlap > 0 samples ahead."""
-    options = {"size": cfg.trainer.prompts_per_iteration, "after_rollout": [*verbs]}
-    source = build(cfg.algorithm.source, cfg.algorithm, cfg.trainer, **options, **parts)
+    source = part(**objects)
     if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
         return source
     overlap, total = find_target("trainer.overlap.Overlap"), cfg.trainer.num_iterations
-    return overlap(source, parts["policy"], ahead=cfg.trainer.overlap, num_iterations=total)
+    return overlap(source, objects["policy"], ahead=cfg.trainer.overlap, num_iterations=total)
 
 
 def make_reference(cfg: DictConfig, policy: Any) -> Any:

@@ -5,37 +5,33 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 from conf import schema
-from conf.build import data_arguments, make_task
+from conf.build import controller_arguments, data_arguments, facts_of, make_controller, make_task
+from conf.hints import nearest
 from envs.data import is_file
 from envs.rewards.validate import complaint, in_one_line
 from envs.transforms import is_leash
 from policies.models import no_model
 from policies.optional_packages import EXTRAS, package_of
 from trainer.early_stopping import read_rule
-from trainer.kl_control import find_faults
+from trainer.kl_control import CONTROLLERS
+from trainer.kl_estimators import check_place
 from trainer.runs.run_files import PREFIX
+from trainer.surrogates import SURROGATES
 
 Config = dict[str, Any]
 ROOT = schema.FOLDER.parent
 PACKAGES = ("policies.", "envs.", "trainer.")  # of leash
-READ = {  # the bounds that each surrogate reads; algorithm=ppo has only clip
-    "clip": ("clip_low", "clip_high", "dual_clip", "ratio"),
-    "cispo": ("clip_low", "clip_high", "ratio"),
-    "reinforce": (),
-    "tv_mask": ("tv_bound", "dual_clip", "ratio"),
-    "kl_mask": ("kl_bound", "dual_clip", "ratio"),
-}
-# The method of a task that a source of batches needs; rollouts need a reward.
-ROWS = {"trainer.Demonstrations": "demonstrations", "trainer.PreferencePairs": "preferences"}
 
 
 def check(cfg: Config) -> None:
     """Raise ValueError with the first fault of a resolved configuration."""
-    replies = _no_replies if cfg["algorithm"]["source"].get("_target_") in ROWS else _replies
-    for rule in (_targets, schema.faults, _run, replies, _packages_and_models, _parts, _task):
+    replies = _replies if cfg["algorithm"]["rows"] == "prompts" else _no_replies
+    rules = (_targets, _undeclared, schema.faults, _run, replies, _leash)
+    for rule in (*rules, _packages_and_models, _parts, _task):
         for fault in rule(cfg):
             raise ValueError(fault)
 
@@ -67,6 +63,18 @@ def _targets(cfg: Config) -> Iterator[str]:
             yield f"{path}.name={node['name']} is imported; allow it by allow_targets=true"
 
 
+def _undeclared(cfg: Config) -> Iterator[str]:
+    """Yield each key that leash does not declare, unless a class of the user's own may take it."""
+    for group in schema.groups():
+        node = cfg[group]
+        targets = [own["_target_"] for _, own in walk(node)]
+        if group in schema.OPEN and not all(name.startswith(PACKAGES) for name in targets):
+            continue  # conf/plan.py refuses it unless an argument has its name
+        for name in node.keys() - schema.declared()[schema.part_of(group, node)].keys():
+            key = f"{group}.{name}"
+            yield f"there is no key {key}{nearest(key, node[name])}"
+
+
 def _run(cfg: Config) -> Iterator[str]:
     """Yield the faults between keys that apply to all algorithms."""
     kl, parts, policy = cfg["kl"], cfg["algorithm"]["minibatches"], cfg["policy"]
@@ -85,6 +93,9 @@ def _run(cfg: Config) -> Iterator[str]:
         if saved["keep_best"] and saved["every"] and unseen:
             when = f"evaluations at its checkpoints; set eval.every={saved['every']}"
             yield f"checkpoint.keep_best needs {when}"
+    for name, key in schema.declared()["policy"]["lora"].items():
+        if not policy["lora"]["r"] and policy["lora"][name] != key.default:
+            yield f"policy.lora.{name} is for policy.lora.r > 0, got 0; set it, or leave it out"
     if cfg["launch"]["in_process"] and ranks > 1:
         yield f"launch.in_process needs launch.num_processes=1, got {ranks}; change one of them"
     shards = cfg["launch"]["strategy"] == "fsdp2" and ranks > 1
@@ -104,9 +115,34 @@ def _run(cfg: Config) -> Iterator[str]:
         text = "sampled replies (eval.num_samples >= 1, eval.temperature=1) and one reference"
         also = "kl.measure=true without kl.refresh_every and kl.reference"
         yield f"eval.frontier={frontier} needs >= 2 {text} ({also}); leave it out"
-    for name, key in schema.declared()["policy"]["vllm"].items():
-        if policy["engine"] == "transformers" and policy["vllm"][name] != key.default:
-            yield f"policy.vllm.{name} is for policy.engine=vllm; give that, or leave it out"
+
+
+def _leash(cfg: Config) -> Iterator[str]:
+    """Yield the faults between the keys of kl.*."""
+    kl = cfg["kl"]
+    if kl["refresh_decay"] and not kl["refresh_every"]:
+        yield f"kl.refresh_decay={kl['refresh_decay']} needs kl.refresh_every, got 0; set it to 1"
+    if kl["refresh_every"] and kl["reference"] is not None:
+        yield "kl.refresh_every moves the reference; leave it out, or kl.reference"
+    if kl["refresh_every"] and not kl["measure"]:
+        yield "kl.refresh_every needs a reference, got kl.measure=false; set kl.measure=true"
+    try:
+        if isinstance(kl["estimator"], str):
+            check_place(kl["where"], kl["estimator"], allow_biased=kl["allow_biased"])
+        controller = make_controller(kl, **facts_of(cfg))
+    except ValueError as error:
+        yield str(error)
+        return
+    _, taken = controller_arguments(kl)
+    arguments = {name: controller_arguments({**kl, "controller": name})[1] for name in CONTROLLERS}
+    for key in dict.fromkeys(chain(*arguments.values())):
+        if key not in taken and kl[key] != schema.declared()["kl"][key].default:
+            owners = " or ".join(name for name, keys in arguments.items() if key in keys)
+            yield f"kl.{key} is for kl.controller={owners}, got {kl['controller']}; leave it out"
+    if controller.follows_kl and not kl["measure"]:
+        yield f"kl.controller={kl['controller']} follows the measured KL; set kl.measure=true"
+    if max(kl["coeff"], kl["end"] or 0) > 0 and not kl["measure"]:
+        yield f"kl.coeff={kl['coeff']} needs the reference; set kl.measure=true"
 
 
 def _no_replies(cfg: Config) -> Iterator[str]:
@@ -122,11 +158,12 @@ def _no_replies(cfg: Config) -> Iterator[str]:
 
 def _replies(cfg: Config) -> Iterator[str]:
     algorithm, size, policy = cfg["algorithm"], cfg["algorithm"]["group_size"], cfg["policy"]
-    if cfg["trainer"]["overlap"] and not (policy["engine"] == "vllm" and policy["vllm"]["url"]):
+    if cfg["trainer"]["overlap"] and not (policy["engine"] or {}).get("url"):
         why = "a server samples while this process trains"
-        yield f"trainer.overlap needs policy.engine=vllm and policy.vllm.url: {why}; leave it out"
+        yield f"trainer.overlap needs an engine with policy.engine.url: {why}; leave it out"
     critic = algorithm.get("critic")
-    if not critic and size < 2 and (algorithm["baseline"] != "none" or algorithm["scale_by_std"]):
+    compares = algorithm.get("baseline", "none") != "none" or algorithm.get("scale_by_std")
+    if not critic and size < 2 and compares:
         yield f"a group baseline needs algorithm.group_size >= 2, got {size}: advantages are 0"
     if cfg["mode"] == "train":
         if policy["temperature"] <= 0:
@@ -135,28 +172,22 @@ def _replies(cfg: Config) -> Iterator[str]:
             if policy[name] != off:
                 why = "training uses log-probs of the full distribution"
                 yield f"expected policy.{name}={off} in training, got {policy[name]}: {why}"
-    yield from find_faults(cfg["kl"], replies=cfg["trainer"]["prompts_per_iteration"] * size)
     turns, limit = cfg["env"]["max_turns"], policy["max_new_tokens"]
     for path, verb in walk(algorithm["after_rollout"], "algorithm.after_rollout"):
         if turns > 1 and verb.get("max_tokens") == limit:  # of trainer.OverlongPenalty
             yield f"{path} is of all {turns} turns; give {path}.max_tokens={limit * turns}"
     name, steps = algorithm.get("surrogate", "clip"), algorithm["epochs"] * algorithm["minibatches"]
-    if name == "reinforce" and steps > 1:
-        text = "algorithm.surrogate=reinforce has no ratio for replies of an older policy"
+    if isinstance(name, str) and SURROGATES[name].one_step and steps > 1:
+        text = f"algorithm.surrogate={name} has no ratio for replies of an older policy"
         yield f"{text}, got {steps} steps a batch; set epochs=1 and minibatches=1"
-    for key in dict.fromkeys(key for keys in READ.values() for key in keys):
-        default = schema.declared()["algorithm=grpo"][key].default
-        if key not in READ[name] and algorithm.get(key, default) != default:
-            owners = " or ".join(owner for owner, keys in READ.items() if key in keys)
-            yield f"algorithm.{key} is for surrogate={owners}, got surrogate={name}; leave it out"
 
 
 def _packages_and_models(cfg: Config) -> Iterator[str]:
     """Yield each missing optional package and model; loads none."""
     policy = cfg["policy"]
     nodes = [node for path, node in walk(cfg) if path != "tracker" or cfg["mode"] == "train"]
-    packages = ["peft"] * bool(policy["lora"]["r"]) + [*map(package_of, nodes)]
-    packages += ["vllm"] * (policy["engine"] == "vllm" and not policy["vllm"]["url"])
+    packages = ["peft"] if policy["lora"]["r"] else []
+    packages += [package_of(node) for node in nodes]
     for package in packages:
         if package and find_spec(package) is None:
             yield EXTRAS[package]
@@ -200,9 +231,9 @@ def _task(cfg: Config) -> Iterator[str]:
         if key in ("dataset", "eval_dataset", "columns") and value and key not in known:
             yield f"env.{key}={value}: {name} reads none; use env=gsm8k, env=chats or env=own"
     if all(map(is_file, _data_sets(env))):
-        source, held_out = cfg["algorithm"]["source"].get("_target_", ""), cfg["eval"]
-        judged = source == "trainer.Rollouts" or held_out["num_samples"] or held_out["greedy"]
-        try_task(json.dumps(env), source, bool(judged))
+        rows, held_out = cfg["algorithm"]["rows"], cfg["eval"]
+        judged = rows == "prompts" or held_out["num_samples"] or held_out["greedy"]
+        try_task(json.dumps(env), rows, bool(judged))
 
 
 def _data_sets(node: Mapping[str, Any]) -> Iterator[str]:
@@ -215,10 +246,11 @@ def _data_sets(node: Mapping[str, Any]) -> Iterator[str]:
 
 
 @lru_cache(maxsize=8)  # for the jobs of a sweep; errors are not cached
-def try_task(env: str, source: str, rewards: bool) -> None:
-    """Build a task and read its rows; ValueError with the first fault."""
+def try_task(env: str, rows: str, rewards: bool) -> None:
+    """Build a task and read its rows, of algorithm.rows; ValueError with the first fault."""
     node = json.loads(env)
     name = node["task"]["_target_"]
-    fault = complaint(lambda: make_task(node), name, rows=ROWS.get(source), rewards=rewards)
+    method = None if rows == "prompts" else rows  # of the task
+    fault = complaint(lambda: make_task(node), name, rows=method, rewards=rewards)
     if fault:
         raise ValueError(fault)

@@ -148,9 +148,10 @@ def set_up() -> None:
 def run_dir(*, _root_: DictConfig) -> str:
     """Return the run folder; a temporary one for other modes and other ranks."""
     plain = os.path.expanduser(_root_.resume or _root_.output_dir or "")
-    if is_temporary(_root_):  # a vLLM server on another machine reads weights from output_dir
+    if is_temporary(_root_):  # an engine on another machine reads weights from output_dir
         shared = _root_.output_dir or "outputs"
-        return temporary_folder(Path(shared if _root_.policy.vllm.url else tempfile.gettempdir()))
+        served = OmegaConf.select(_root_, "policy.engine.url")
+        return temporary_folder(Path(shared if served else tempfile.gettempdir()))
     return plain or unique_folder(f"outputs/{_root_.hydra.runtime.choices.experiment}")
 
 

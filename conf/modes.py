@@ -14,7 +14,7 @@ from trainer.runs.folders import unique_folder
 
 SILENT = {"_target_": "trainer.JsonlTracker", "keep_transcripts": False}
 BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed", "policy.device")
-ENGINE = ("policy.device", "policy.engine", "policy.vllm", "output_dir", "launch")
+ENGINE = ("policy.device", "policy.engine", "output_dir", "launch")
 MAY = {  # overrides allowed in addition to resume=, by mode
     "chat": ("policy.temperature", *BOTH, "launch.threads"),
     "evaluate": ("eval", *BOTH, "policy.max_prompt_tokens", *ENGINE[1:], "env"),
@@ -50,7 +50,7 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
     config["launch"] |= {"strategy": "ddp", "offload": False}
     if mode not in ("evaluate", "frontier"):
         config["launch"]["num_processes"] = 1
-        config["policy"]["engine"] = "transformers"
+        config["policy"]["engine"] = None
     return config
 
 

@@ -19,7 +19,7 @@ RESUMABLE += (
     "launch",
     "checkpoint",
     "eval",
-    "policy.vllm",
+    "policy.engine",
     "observers",
 )
 
@@ -33,7 +33,8 @@ def resumed(
     """
     saved: Any = OmegaConf.create(read_saved(Path(folder)))
     for key in (word.partition("=")[0].lstrip("+~") for word in words):
-        if key.partition(".")[0] in ("resume", "mode", "hydra") or "/" in key:
+        key = key.replace("/", ".")  # policy/engine=vllm sets policy.engine
+        if key.partition(".")[0] in ("resume", "mode", "hydra"):
             continue
         if not is_among(key, (*may, "allow_targets")):
             only = f"only {', '.join(may)}; start a new run for it"

@@ -2,9 +2,9 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,10 @@ from typing import Any
 import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
+
+from trainer.kl_control import CONTROLLERS
+from trainer.kl_estimators import ESTIMATORS
+from trainer.surrogates import SURROGATES
 
 TYPES: dict[str, tuple[Any, str]] = {  # with their names in messages
     "int": (int, "a whole number"),
@@ -23,8 +27,15 @@ TYPES: dict[str, tuple[Any, str]] = {  # with their names in messages
     "list of float": (list[float], "a list, [a, b]"),
     "dict": (dict[str, Any], "keys with values, {a: 1}"),
     "any": (Any, "anything"),  # a typed dict that is null would not accept {...}
+    "part": (Any, "a name, or {_target_: <class>} of your own"),
+    "node": (Any, "{_target_: <class>}"),
 }
 TYPES |= {f"{name} | null": (t | None, f"{kind} or null") for name, (t, kind) in TYPES.items()}
+TABLES: dict[str, Collection[str]] = {  # of names; a part is one of them, or a node
+    "KL estimators": ESTIMATORS,
+    "KL controllers": CONTROLLERS,
+    "surrogates": SURROGATES,
+}
 RANGES: dict[str, Callable[[Any], bool]] = {
     ">= 0": lambda x: 0 <= x < math.inf,
     ">= 1": lambda x: 1 <= x < math.inf,
@@ -39,12 +50,18 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "to be http://<host>:<port>": lambda x: bool(re.fullmatch(r"https?://\S+", x)),
 }
 FOLDER = Path(__file__).parent
+# Sections that take any key. conf/check.py refuses keys of algorithm and optimizer that leash does
+# not declare, unless a class of the user's own may take them.
 OPEN = ("env.task", "env.rewards", "env.transforms", "policy.chat_template_kwargs", "observers")
+OPEN += ("algorithm", "optimizer")
 
 
 @dataclass(frozen=True)
 class Key:
-    """A declared key. `limit`: its allowed values, or a name of RANGES for values but null."""
+    """A declared key. `limit`: its allowed values, or a name of RANGES for values but null.
+
+    A "part" is a name in the list or a node with a `_target_`.
+    """
 
     type: str
     default: Any
@@ -66,7 +83,10 @@ def declared() -> dict[str, dict[str, Any]]:
 
 
 def _tree(node: Any) -> Any:
-    return {k: _tree(v) for k, v in node.items()} if isinstance(node, dict) else Key(*node)
+    if isinstance(node, dict):
+        return {name: _tree(value) for name, value in node.items()}
+    key = Key(*node)
+    return replace(key, limit=[*TABLES[key.limit]]) if key.limit in [*TABLES] else key
 
 
 def leaves(part: str) -> Iterator[tuple[str, Key]]:
@@ -95,22 +115,49 @@ def all_keys() -> dict[str, tuple[str, Key | None]]:
     return out
 
 
+def groups() -> list[str]:
+    """Return the names of the sections of a configuration."""
+    return [part for part in declared() if "=" not in part and part != "root"]
+
+
+def part_of(group: str, node: dict[str, Any]) -> str:
+    """Return the part of `declared` whose keys are closest to those of a section."""
+    parts = [part for part in declared() if part.partition("=")[0] == group]
+    return min(parts, key=lambda part: len(declared()[part].keys() ^ node.keys()))
+
+
+def changed(config: dict[str, Any], sections: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield each key of the sections that differs from its default, or is not declared."""
+    for group in sections:
+        part = part_of(group, config[group])
+        for name, key in leaves(part):
+            value = reduce(dict.__getitem__, name.split("."), config)
+            if value != key.default and not name.endswith("._target_"):
+                yield name, value
+        for name in config[group].keys() - declared()[part].keys():
+            yield f"{group}.{name}", config[group][name]
+
+
 def faults(config: dict[str, Any]) -> Iterator[str]:
     """Yield the faults of single values of a resolved configuration."""
-    for group in (part for part in declared() if "=" not in part):
+    for group in ("root", *groups()):
         node = config if group == "root" else config[group]
-        parts = [part for part in declared() if part.partition("=")[0] == group]
-        closest = min(parts, key=lambda part: len(declared()[part].keys() ^ node.keys()))
-        for name in node.keys() - declared()[closest].keys() if group != "root" else ():
-            yield f"there is no key {group}.{name}, which +{group}.{name}= adds; leave it out"
-        for name, key in leaves(closest):
+        for name, key in leaves(part_of(group, node)):
             value = reduce(dict.__getitem__, name.split("."), config)
+            is_node = isinstance(value, dict) and "_target_" in value
+            if key.type == "part" and is_node:
+                continue
             if isinstance(key.limit, list):
                 if value not in key.limit:
                     known = ", ".join("null" if c is None else c for c in key.limit)
-                    yield f"expected {name} to be one of {known}, got {value!r}"
+                    more = " or {_target_: <class>}" if key.type == "part" else ""
+                    yield f"expected {name} to be one of {known}{more}, got {value!r}"
             elif key.limit and value is not None and not RANGES[key.limit](value):
                 yield f"expected {name} {key.limit}, got {value}"
+            elif key.type.startswith("node") and value is not None and not is_node:
+                file = name.replace(".", "/")
+                text = f"expected {name} to be {TYPES[key.type][1]}, got {value!r}"
+                yield f"{text}; choose a file of conf/{file}: {file}={value}"
 
 
 def _typed(name: str, tree: dict[str, Any], *bases: type) -> type:
@@ -151,6 +198,8 @@ def register() -> None:
         node = OmegaConf.structured(kind)
         for name in (key for key in OPEN if key.startswith(f"{group}.")):
             OmegaConf.set_struct(node[name.partition(".")[2]], False)
+        if group in OPEN:
+            OmegaConf.set_struct(node, False)
         store.repo.setdefault(group, _Unlisted())
         store.store(group=group, name=f"_{file}_schema" if file else "_schema", node=node)
     root = _typed("root", declared()["root"])

@@ -34,15 +34,15 @@ def train(policy: TransformersWrapper, *, iterations: int) -> list[float]:
     """Train the policy in place; return the mean task reward of each iteration."""
     runtime, leash = Runtime("outputs/by_hand", seed=0), Leash(ConstantKLController(kl_coef=0.01))
     task = Digits()
-    source = Rollouts(
-        task=task, env=ChatEnv(task, group_size=8), generator=policy, runtime=runtime, size=8
-    )
+    env, parts = ChatEnv(task, group_size=8), {"generator": policy, "runtime": runtime}
+    source = Rollouts(task=task, env=env, prompts_per_iteration=8, **parts)
     retrieve_kl = RetrieveKL(ref_model=load_reference(policy), add_to_reward=False)
     advantage = GroupAdvantage(group_size=8, leash=leash)
     scorer, optimizer = runtime.accelerator.prepare(
         policy.scorer, make_optimizer(policy.model, lr=2e-3)
     )
-    update = Update(scorer, optimizer, GRPOObjective(leash=leash), runtime, lr=lambda step: 2e-3)
+    objective, rate = GRPOObjective(leash=leash), lambda step: 2e-3
+    update = Update(scorer, optimizer, objective, runtime, leash=leash, lr=rate)
     rewards = []
     for i in range(iterations):
         batch = advantage(retrieve_kl(source(i)))

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from policies.scorer import Scores as Scores
     from policies.scorer import ValueNetwork as ValueNetwork
     from policies.wrappers.transformers_wrapper import TransformersWrapper as TransformersWrapper
+    from policies.wrappers.vllm_wrapper import make_vllm_generator as make_vllm_generator
     from policies.wrappers.vllm_wrapper import vLLMWrapper as vLLMWrapper
     from policies.wrappers.wrapper import LLMWrapperBase as LLMWrapperBase
 

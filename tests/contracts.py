@@ -183,9 +183,9 @@ def gradient(batch: TensorDict, **options) -> Tensor:
         p.requires_grad_(True)
     optimizer = Record(policy.model.parameters())
     rest = {"lr": lambda step: 0.0, "max_grad_norm": 0.0, "max_tokens": 6, **options}
-    Update(policy.scorer, optimizer, GRPOObjective(leash=leash()), one_process(), **rest)(
-        batch.clone()
-    )
+    own = leash()
+    objective = GRPOObjective(leash=own)
+    Update(policy.scorer, optimizer, objective, one_process(), leash=own, **rest)(batch.clone())
     return torch.cat(optimizer.grads)
 
 
@@ -249,7 +249,7 @@ def global_normalisation() -> None:
 def demonstrations(policy: TransformersWrapper, mask: str = "assistant") -> TensorDict:
     """Return a batch of the demonstrations of Words."""
     parts = {"task": Words(), "env": ChatEnv(Words()), "policy": policy, "runtime": one_process()}
-    return Demonstrations(**parts, size=4, mask=mask)(0)
+    return Demonstrations(**parts, prompts_per_iteration=4, mask=mask)(0)
 
 
 def masks_are_exact() -> None:
@@ -284,7 +284,12 @@ def same_seed() -> None:
     part = rollout(policy, count=2)
     for (a, *_), (b, *_) in zip(attended(whole), attended(part), strict=False):
         assert torch.equal(a, b), "a row differs with the batch"
-    parts = {"task": Words(), "generator": policy, "runtime": one_process(), "size": 2}
+    parts = {
+        "task": Words(),
+        "generator": policy,
+        "runtime": one_process(),
+        "prompts_per_iteration": 2,
+    }
     source = Rollouts(**parts, env=ChatEnv(Words(), group_size=G))
     first = [r["answer"] for i in (0, 1) for r in source.prompts(i).get("row").tolist()]
     assert len(set(first)) == 4, "an epoch holds each row once"

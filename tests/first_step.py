@@ -52,7 +52,9 @@ def first_step(runtime: Runtime) -> dict[str, Any]:
     """
     policy, task = contracts.make_policy(), contracts.Words()
     env = ChatEnv(task, group_size=contracts.G)
-    source = Rollouts(task=task, env=env, generator=policy, runtime=runtime, size=4)
+    source = Rollouts(
+        task=task, env=env, generator=policy, runtime=runtime, prompts_per_iteration=4
+    )
     batch = RetrieveKL(ref_model=scaled(policy, 0.9), add_to_reward=False)(source(0))
     grpo = GroupAdvantage(group_size=contracts.G, leash=leash())(batch.clone())
     prompts = [row["messages"][-1]["content"] for row in source.prompts(0).get("row").tolist()]
@@ -87,7 +89,8 @@ def steps(batch, runtime: Runtime, options: dict) -> tuple[list[float], Scorer, 
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
     before = trained(scorer)
     wrapped, optimizer = runtime.accelerator.prepare(scorer, make_optimizer(scorer, lr=LR))
-    update = Update(wrapped, optimizer, SFTObjective(), runtime, lr=lambda step: LR)
+    rate = {"lr": lambda step: LR, "leash": leash(0.0)}
+    update = Update(wrapped, optimizer, SFTObjective(), runtime, **rate)
     norms = [update(batch.clone())["optim/grad_norm"] for _ in range(STEPS)]
     return norms, scorer, trained(scorer) - before
 
@@ -127,7 +130,8 @@ def gradient(batch, policy, runtime: Runtime, unlearnt: tuple[int, ...]) -> torc
     scorer, _ = runtime.accelerator.prepare(policy.scorer, optimizer)
     objective = GRPOObjective(leash=leash())
     options = {"micro_batch_tokens": MICRO_BATCH, "max_grad_norm": 0.0}
-    update = Update(scorer, optimizer, objective, runtime, lr=lambda step: 0.0, **options)
+    options = {"lr": lambda step: 0.0, "leash": objective.leash, **options}
+    update = Update(scorer, optimizer, objective, runtime, **options)
     batch = batch.clone()
     for group in unlearnt:
         batch["loss_mask"][batch["group_id"] == group] = False

@@ -86,7 +86,7 @@ def step(name: str) -> Step:
     task = Pairs()
     parts = {"task": task, "policy": policy, "generator": policy, "runtime": Alone("/tmp")}
     env = ChatEnv(task, group_size=cfg.algorithm.group_size)
-    batch = build(cfg.algorithm.source, size=4, env=env, **parts)(0)
+    batch = build(cfg.algorithm.source, prompts_per_iteration=4, env=env, **parts)(0)
     if cfg.kl.measure:
         batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
     for key in DENSE:

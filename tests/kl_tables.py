@@ -14,8 +14,8 @@ from policies.scorer import Scores
 from policies.token_distribution import Head, TokenDistribution
 from trainer.gae import gae
 from trainer.kl import Leash
-from trainer.kl_control import IN_THE_UPDATE, ConstantKLController
-from trainer.losses import kl_term
+from trainer.kl_control import ConstantKLController
+from trainer.kl_estimators import ESTIMATORS, TokenKL
 from trainer.objectives import GRPOObjective
 
 V, STEPS = 4, 2
@@ -65,8 +65,9 @@ def estimate(policy: Table, ref: Table, estimator: str) -> Tensor:
         head, every = Head(torch.eye(V, dtype=torch.float64), None, None), SEQUENCES >= 0
         reference = TokenDistribution(head, others, every)
         return TokenDistribution(head, states, every).scores(SEQUENCES, reference=reference).full_kl
-    kind = "k3" if estimator == "k3_ratio" else estimator  # the ratio is 1
-    return kl_term(policy.log_probs(), ref.log_probs().detach(), kind)
+    curr = policy.log_probs()  # [N, 2]; the ratio is 1
+    log_ratio = curr - ref.log_probs().detach()  # [N, 2]
+    return ESTIMATORS[estimator].term(TokenKL(log_ratio, curr, curr.detach()))
 
 
 def expected(
@@ -85,7 +86,8 @@ def expected(
     """
     who = sampler or policy
     curr = policy.log_probs()
-    never = estimator in IN_THE_UPDATE and place == "reward"  # leash refuses: as a kl_penalty
+    needs = ESTIMATORS[estimator].needs
+    never = needs != "samples" and place == "reward"  # leash refuses: as a kl_penalty
     batch = TensorDict({"log_probs": {"full": who.log_probs().detach()}}, [len(SEQUENCES)])
     batch["kl_penalty"] = estimate(who, ref, estimator if never else "k1").detach()
     batch["ref_log_probs", "full"] = ref.log_probs().detach()

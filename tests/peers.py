@@ -23,7 +23,6 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-import trainer
 from conf import build as parts
 from conf.compose import compose_checked
 from policies.scorer import Scores
@@ -141,19 +140,23 @@ def leash_gradient(d: Data, *words: str) -> Tensor:
     scorer = Table(d.curr, d.values, d.old_values) if has_critic else Table(d.curr)
     policy = SimpleNamespace(scorer=scorer if has_critic else Table(d.old))
     runtime = Runtime("/tmp")  # anew: a peer's TrainingArguments reset Accelerate's state
-    made = {"policy": policy, "runtime": runtime, "leash": parts.make_leash(cfg)}
+    leash = parts.make_leash(cfg)
+    made = {"policy": policy, "runtime": runtime, "leash": leash}
     own = {"micro_batch_tokens": None}
     batch = batch_of(d)
     for node in (algorithm.after_rollout or {}).values():
         batch = parts.build(node, own, **made)(batch)
     batch = parts.build(algorithm.advantage, algorithm, own, **made)(batch)
-    update = trainer.Update(
-        scorer,
-        optimizer := Record(scorer.parameters()),
-        parts.build(algorithm.objective, algorithm, **made),
-        runtime,
+    update = parts.build(
+        {"_target_": "trainer.Update"},
+        cfg.trainer,
+        algorithm,
+        scorer=scorer,
+        optimizer=(optimizer := Record(scorer.parameters())),
+        objective=parts.build(algorithm.objective, algorithm, **made),
+        runtime=runtime,
+        leash=leash,
         lr=lambda step: 0.0,
-        **parts.keys_for(trainer.Update, cfg.trainer, algorithm),
         max_tokens=MOST,
         max_grad_norm=0.0,
         reference=Table(d.ref),

@@ -99,10 +99,12 @@ def train(
             runtime=runtime,
             policy=policy,
             generator=generator,
-            source=Rollouts(**parts, size=4),
+            source=Rollouts(**parts, prompts_per_iteration=4),
             retrieve_kl=retrieve,
             advantage=GroupAdvantage(group_size=G, leash=leash),
-            update=Update(scorer, optimizer, objective, runtime, lr=lambda _: 1e-2, **steps),
+            update=Update(
+                scorer, optimizer, objective, runtime, leash=leash, lr=lambda _: 1e-2, **steps
+            ),
             evaluate=Evaluate(**parts, **options),
             leash=leash,
             checkpoints=Checkpoints(

@@ -35,7 +35,8 @@ def prepared(policy, where: str = "loss") -> tuple[TensorDict, TransformersWrapp
 
 
 def make_update(policy, objective, optimizer, *, runtime=None, lr=0.0, **options) -> Update:
-    options = {"max_grad_norm": 0.0, "max_tokens": 12, **options}
+    own = getattr(objective, "leash", None) or leash(0.0)
+    options = {"max_grad_norm": 0.0, "max_tokens": 12, "leash": own, **options}
     rate = lr if callable(lr) else lambda step: lr
     return Update(policy.scorer, optimizer, objective, runtime or one_process(), lr=rate, **options)
 

@@ -150,7 +150,7 @@ def leaves(td: TensorDictBase, prefix: tuple[str, ...] = ()):
 def made() -> list[TensorDict]:
     """Return a batch of GRPO with all verbs there are, and one of PPO, as the update gets them."""
     policy, task, runtime = make_policy.__wrapped__(), Words(turns=2), one_process()
-    parts = {"task": task, "generator": policy, "runtime": runtime, "size": 4}
+    parts = {"task": task, "generator": policy, "runtime": runtime, "prompts_per_iteration": 4}
     parts["env"] = ChatEnv(task, group_size=G, max_turns=2)
     verbs = [
         trainer.OverlongPenalty(max_tokens=12, buffer=4),
@@ -200,7 +200,9 @@ def test_the_parts_of_a_reward_still_add_up_after_the_verbs(made):
 
 def rollouts(runtime, size: int = 2) -> Rollouts:
     env = ChatEnv(Words(), group_size=3)
-    return Rollouts(task=Words(), env=env, generator=make_policy(), runtime=runtime, size=size)
+    return Rollouts(
+        task=Words(), env=env, generator=make_policy(), runtime=runtime, prompts_per_iteration=size
+    )
 
 
 @given(size=st.integers(1, 9), count=st.integers(1, 12), seed=st.integers(0, 99))
@@ -237,7 +239,7 @@ def test_what_a_reward_writes_into_its_row_is_in_no_later_prompt():
     found = {}
     for task in (Words(), Writing()):
         parts = {"task": task, "generator": make_policy(), "runtime": one_process()}
-        source = Rollouts(**parts, env=ChatEnv(task, group_size=2), size=4)
+        source = Rollouts(**parts, env=ChatEnv(task, group_size=2), prompts_per_iteration=4)
         texts = [list(map(str, source(i).get("prompt").tolist())) for i in (0, 0)]
         evaluate = Evaluate(**parts, env=ChatEnv(task), num_samples=2)
         found[type(task)] = texts, evaluate(0), evaluate(0)
@@ -305,7 +307,7 @@ def test_the_mask_says_which_turns_are_learnt(mask):
     policy, task = make_policy(), Chat()
     env = ChatEnv(task, system_prompt="Be brief.")
     parts = {"task": task, "env": env, "policy": policy, "runtime": one_process()}
-    batch = Demonstrations(**parts, size=1, mask=mask)(0)
+    batch = Demonstrations(**parts, prompts_per_iteration=1, mask=mask)(0)
     masks = batch["masks", "all_attention_mask"], batch["loss_mask"]
     whole, learnt = (policy.tokenizer.decode(batch["tokens", "full"][keep]) for keep in masks)
     system = {"role": "system", "content": "Be brief."}

@@ -128,8 +128,8 @@ FAULTS = [  # words, and the key that the line names
     (["experiment=sft_tiny", "kl.coeff=0.1"], r"kl\.coeff"),
     (["launch.offload=true"], r"launch\.offload"),
     (["launch=fsdp2", "launch.num_processes=2", "trainer.overlap=1"], r"trainer\.overlap"),
-    (["trainer.overlap=1"], r"trainer\.overlap.*policy\.vllm\.url"),
-    (["policy.vllm.max_num_seqs=3"], r"policy\.vllm\.max_num_seqs"),
+    (["trainer.overlap=1"], r"trainer\.overlap.*policy\.engine\.url"),
+    (["policy.engine.max_num_seqs=3"], r"policy\.engine"),
     (["trainer.patience=2", "eval.every=0"], r"trainer\.patience"),
     (["eval.frontier=8", "kl.refresh_every=1"], r"eval\.frontier"),
     (["checkpoint.keep_best=true", "checkpoint.every=1"], r"checkpoint\.keep_best"),
@@ -162,7 +162,7 @@ def test_a_fault_is_one_line_that_names_the_key(words, key):
     assert "\n" not in str(caught.value)
 
 
-PACKAGES = {"peft": "policy.lora.r=8", "vllm": "policy.engine=vllm"}
+PACKAGES = {"peft": "policy.lora.r=8", "vllm": "policy/engine=vllm"}
 
 
 @pytest.mark.parametrize(("package", "word"), PACKAGES.items())

@@ -334,7 +334,13 @@ def test_a_distribution_over_no_token_says_nothing():
 def test_a_run_learns_the_tokens_that_its_mask_names():
     policy, task = make_policy(), Words(turns=3)
     env = ChatEnv(task, group_size=G, max_turns=3)
-    parts = {"task": task, "env": env, "generator": policy, "runtime": one_process(), "size": 4}
+    parts = {
+        "task": task,
+        "env": env,
+        "generator": policy,
+        "runtime": one_process(),
+        "prompts_per_iteration": 4,
+    }
     for name in ("response", "assistant", "prompt"):
         batch = Rollouts(**parts, mask=name)(0)
         kept = batch["loss_mask"].any(-1, keepdim=True)

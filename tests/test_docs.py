@@ -110,7 +110,7 @@ def test_a_command_passes_all_checks(command, place):
         command = command.replace(name, str(place / "model"))
     words = expand([re.sub("^resume=(?!last$).*", f"resume={RUN}", w) for w in words_of(command)])
     overrides = [w for w in words if "=" in w and not w.startswith("-") and "..." not in w]
-    if ELSEWHERE & {*overrides} or overrides[-1:] == ["policy.engine=vllm"]:
+    if ELSEWHERE & {*overrides} or overrides[-1:] == ["policy/engine=vllm"]:
         return
     if "resume=" in command:
         config = asked(overrides)

@@ -11,19 +11,18 @@ import pytest
 import torch
 from contracts import make_policy
 from engines import Stale, Wrong, beside
-from omegaconf import OmegaConf
 from refusals import refusal
 from runs import lines, metrics
 from small_runs import IN_ITERATION_2, Counted, stop, train
 
-from conf.build import make_verbs
 from conf.compose import compose, compose_checked
+from conf.plan import plan
 from policies.wrappers.vllm_server import VLLMServer
 from trainer.importance_sampling import ImportanceSampling
 from trainer.weight_sync import weight_sync
 
-SERVED = "policy.vllm.url=http://localhost:8000"
-VLLM = ["experiment=grpo_tiny", "policy.engine=vllm"]
+SERVED = "policy.engine.url=http://localhost:8000"
+VLLM = ["experiment=grpo_tiny", "policy/engine=vllm"]
 
 
 @pytest.fixture
@@ -95,9 +94,8 @@ def test_a_run_with_an_engine_is_the_run_without_one_and_resumes(tmp_path):
 
 def verbs(*words: str) -> list:
     """Return the verbs after a rollout that words compose."""
-    cfg = OmegaConf.create(compose_checked(["experiment=grpo_tiny", *words]))
-    OmegaConf.update(cfg, "policy.engine", "vllm")
-    return [*make_verbs(cfg, policy=make_policy()).values()]
+    parts = plan(compose_checked([*VLLM, SERVED, *words]))
+    return [part(policy=make_policy()) for part in parts.after_rollout.values()]
 
 
 def test_what_another_engine_samples_is_corrected_unless_it_is_switched_off():
@@ -111,10 +109,9 @@ def test_what_another_engine_samples_is_corrected_unless_it_is_switched_off():
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (["policy.engine=vlm"], "policy.engine"),
+        (["policy/engine=vlm"], "policy/engine=vlm"),
+        (["policy.engine=vllm"], "policy/engine=vllm"),
         ([*VLLM, "policy.top_k=5"], "policy.top_k=0"),
-        ([*VLLM, "policy.vllm.dtype=int8"], "policy.vllm.dtype"),
-        ([*VLLM, "policy.vllm.url=localhost:8000"], "policy.vllm.url"),
         (VLLM, "pip install -e '.[vllm]'"),
     ],
 )
@@ -127,7 +124,7 @@ def test_weights_for_a_server_lie_where_it_sees_runs_also_in_a_preflight(tmp_pat
     """Not in the folder for temporary files, which a node has for itself."""
     monkeypatch.chdir(tmp_path)
     preflight = ["experiment=grpo_tiny", "policy.model=tiny", "preflight=true"]
-    served = [*preflight, "policy.engine=vllm", SERVED]
+    served = [*preflight, "policy/engine=vllm", SERVED]
     for words, home in (served, "outputs"), ([*served, "output_dir=named"], "named"):
         folder = Path(compose(words, with_hydra=True).hydra.run.dir)
         assert folder.parent == tmp_path / home
@@ -144,5 +141,5 @@ def test_a_url_without_a_fitting_server_is_refused(version, policy, tmp_path, mo
         patched = partial(httpx.Client, transport=httpx.MockTransport(answer))
         monkeypatch.setattr("policies.wrappers.vllm_server.httpx.Client", patched)
     where = {"folder": tmp_path, "share": tmp_path}
-    with pytest.raises(ValueError, match=r"policy\.vllm\.url"):
+    with pytest.raises(ValueError, match=r"policy\.engine\.url"):
         VLLMServer("http://127.0.0.1:9", policy.model, **where, dtype="float32")

@@ -140,7 +140,7 @@ def test_the_next_turn_follows_the_sampled_ids_whichever_stop_token_ended_them(k
 def test_sft_learns_the_reply_and_the_token_that_ends_the_turn(kind, folders):
     policy = load_policy(str(folders[kind]))
     parts = {"task": Words(), "env": ChatEnv(Words()), "policy": policy}
-    batch = Demonstrations(**parts, runtime=one_process(), size=4)(0)
+    batch = Demonstrations(**parts, runtime=one_process(), prompts_per_iteration=4)(0)
     end = policy.tokenizer.convert_tokens_to_ids(TURN_ENDS[kind])
     learnt = [batch["tokens", "full"][i][batch["loss_mask"][i]].tolist() for i in range(4)]
     assert [ids[-1] for ids in learnt] == [end] * 4

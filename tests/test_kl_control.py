@@ -5,14 +5,9 @@ import math
 import pytest
 import torch
 
+from conf.build import make_controller
 from conf.compose import compose_checked, set_up
-from trainer import (
-    AdaptiveKLController,
-    BudgetKLController,
-    Leash,
-    TargetKLController,
-    make_kl_controller,
-)
+from trainer import AdaptiveKLController, BudgetKLController, Leash, TargetKLController
 
 # 64 values of mean KL at target 6 and horizon 10,000: 0.1 * (1 + clip(KL / 6 - 1, +-0.2) * 0.0064)
 BY_HAND = [(12.0, 0.100128), (6.6, 0.100064), (6.0, 0.1), (5.4, 0.099936), (-3.0, 0.099872)]
@@ -46,14 +41,14 @@ def test_values_that_are_no_numbers_are_an_error_and_leave_the_coefficient():
 
 def test_a_controller_that_multiplies_does_not_begin_at_0():
     with pytest.raises(ValueError, match=r"kl\.coeff"):
-        make_kl_controller(controller="adaptive", coeff=0.0, target=6.0)
+        TargetKLController(0.0, target=6.0, horizon=10_000)
 
 
 @pytest.mark.parametrize("controller", ["constant", "adaptive", "budget", "linear"])
 def test_a_checkpoint_takes_up_where_it_stopped(controller):
     def make(coeff: float):
-        settings = {"target": 6.0, "horizon": 50, "end": 0.1, "total": 9}
-        return make_kl_controller(controller=controller, coeff=coeff, **settings)
+        settings = {"target": 6.0, "horizon": 50, "end": 0.1, "coeff": coeff}
+        return make_controller({"controller": controller, **settings}, total=9, responses=7)
 
     first, second = make(0.1), make(0.1 if controller == "linear" else 0.5)
     for kl in (9.0, 3.0):
@@ -64,7 +59,7 @@ def test_a_checkpoint_takes_up_where_it_stopped(controller):
 
 
 def test_a_budget_is_a_level_that_adds_up_errors_the_last_error_and_its_slope():
-    control = make_kl_controller(controller="budget", coeff=0.1, target=4.0)
+    control = BudgetKLController(0.1, target=4.0)
     level, slope, last = 1 / math.sqrt(8.0), 0.0, None
     assert control.coeff == pytest.approx(level), "more than 0.1"
     steps = [([5.0, 7.0], math.log(1.5)), ([4.0], 0.0), ([-0.1, 0.1], -1.0), ([400.0], 1.0)]

@@ -8,22 +8,18 @@ from functools import partial
 
 import pytest
 import torch
-from contracts import leash, one_process
+from contracts import G, leash, one_process
 from invariance import ALGORITHMS, step
 from steps import Record, kept_log_probs, make_update
 from tensordict import TensorDict
 
 from conf.build import build
 from policies.scorer import Critic, Scores
-from trainer.kl import Leash, check_charged
-from trainer.kl_control import (
-    BIASED,
-    ESTIMATORS,
-    IN_THE_UPDATE,
-    PLACES,
-    ConstantKLController,
-    TargetKLController,
-)
+from trainer.advantage import GroupAdvantage
+from trainer.kl import Leash
+from trainer.kl_control import ConstantKLController, TargetKLController
+from trainer.kl_estimators import ESTIMATORS, PLACES
+from trainer.objectives import GRPOObjective, Terms
 
 COEFF = 0.3
 SAMPLING = [name for name in ALGORITHMS if name not in ("sft", "minor_sft", "reward")]
@@ -89,24 +85,56 @@ def test_two_leashes_that_disagree_are_refused(name, charges, learns, how):
         run(name, leash(COEFF, places[learns]), judged_by=leash(COEFF, places[charges]))
 
 
-def test_an_objective_without_a_leash_charges_nothing_that_is_left_to_it():
-    batch = TensorDict({"kl_left": torch.full((2,), 0.3)}, [2])
-    for td, own in ((batch, None), (batch.exclude("kl_left"), leash(0.3, "reward"))):
+class FreeAdvantage:
+    """An advantage of a user's own: it charges no KL."""
+
+    def __call__(self, batch):
+        return batch.set("advantage", batch["reward_raw"])
+
+
+class FreeObjective:
+    """An objective of a user's own: it charges no KL."""
+
+    reads = ("advantage",)
+
+    def __call__(self, scores, batch):
+        return Terms({"policy": -scores.log_probs * batch["advantage"]})
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("own_advantage", [False, True])
+@pytest.mark.parametrize("own_objective", [False, True])
+def test_one_place_charges_the_kl_whatever_the_parts_are(where, own_advantage, own_objective):
+    case = step("grpo")
+
+    def update(coeff: float):
+        own = leash(coeff, where)
+        advantage = FreeAdvantage() if own_advantage else GroupAdvantage(group_size=G, leash=own)
+        objective = FreeObjective() if own_objective else GRPOObjective(leash=own)
+        optimizer = Record(case.policy.scorer.parameters())
+        return make_update(case.policy, objective, optimizer, leash=own)(
+            advantage(case.batch.clone())
+        )
+
+    charges = not (own_advantage if where == "reward" else own_objective)
+    update(0.0)
+    if charges:
+        assert update(COEFF)["loss/total"] != update(0.0)["loss/total"]
+    else:
         with pytest.raises(ValueError, match="charged never"):
-            check_charged(td, own)
-    batch["kl_left"].zero_()  # paid in the reward, or at coefficient 0
-    for own in (None, leash(0.3, "reward"), leash(0.0, "loss")):
-        check_charged(batch, own)
+            update(COEFF)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("where", PLACES)
 def test_a_refused_pair_cannot_be_made(where, estimator):
     make = partial(Leash, ConstantKLController(kl_coef=0.1), estimator, where)
-    if (where, estimator) not in BIASED:
+    if where not in ESTIMATORS[estimator].refused:
         assert make().coeff == 0.1
         return
-    never = where == "reward" and estimator in IN_THE_UPDATE  # nothing computes them there
+    never = (
+        where == "reward" and ESTIMATORS[estimator].needs != "samples"
+    )  # nothing computes them there
     for options in ({}, {"allow_biased": True} if never else {}):
         with pytest.raises(ValueError, match=f"kl.estimator={estimator} with kl.where={where}"):
             make(**options)

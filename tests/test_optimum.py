@@ -69,6 +69,7 @@ def test_k1_in_the_reward_ends_at_the_reference_reweighted(coeff):
         torch.optim.Adam(model.parameters()),
         GRPOObjective(leash=leash),
         one_process(),
+        leash=leash,
         lr=lambda step: 0.01 * (1 - step / steps),
         max_tokens=2,
         max_grad_norm=0.0,

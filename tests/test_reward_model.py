@@ -86,7 +86,7 @@ ROW = {"messages": [{"role": "user", "content": "Sort 312"}], "chosen": "123", "
 
 def pairs() -> PreferencePairs:
     task = Preferences()
-    parts = {"policy": load_policy("tiny"), "runtime": one_process(), "size": 8}
+    parts = {"policy": load_policy("tiny"), "runtime": one_process(), "prompts_per_iteration": 8}
     return PreferencePairs(task=task, env=ChatEnv(task), **parts)
 
 

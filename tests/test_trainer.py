@@ -17,7 +17,7 @@ from policies.scorer import Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.early_stopping import EarlyStopping
 from trainer.evaluation import Evaluate
-from trainer.kl_control import make_kl_controller
+from trainer.kl_control import BudgetKLController
 from trainer.overlap import Overlap
 from trainer.runs.discover import nothing_left
 from trainer.runs.run_files import load_run, read_status
@@ -53,7 +53,7 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_on_resume(straight, tmp_pa
 @pytest.mark.runs
 def test_what_is_steered_goes_on_where_a_stop_left_it(tmp_path) -> None:
     def run(folder: str, task: Words | None = None, resume: bool = False) -> list[dict]:
-        control = make_kl_controller(controller="budget", coeff=0.1, target=0.02)
+        control = BudgetKLController(0.1, target=0.02)
         steps = {"entropy_coeff": 0.01, "entropy_target": 9.0, "target_kl": 1e-9, "epochs": 2}
         train(tmp_path / folder, task, resume=resume, control=control, **steps)
         return metrics(tmp_path / folder)

@@ -96,7 +96,7 @@ def test_grpo_gradient_is_that_of_a_loop_over_tokens(policy, aggregation, estima
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_sft_gradient_is_that_of_a_loop_over_tokens(policy, aggregation):
     parts = {"task": Words(), "env": ChatEnv(Words()), "policy": policy, "runtime": one_process()}
-    batch = Demonstrations(**parts, size=4)(0)
+    batch = Demonstrations(**parts, prompts_per_iteration=4)(0)
     got, metrics = gradient(policy, SFTObjective(), batch, aggregation=aggregation)
     losses: dict[int, list[Tensor]] = defaultdict(list)
     for i, _, token, p in each_token(policy.model, batch):
@@ -299,7 +299,14 @@ def with_update(options: dict, *, lr: float, objective) -> tuple:
             if p.ndim > 1:
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
     optimizer = make_optimizer(policy.scorer, lr=lr)
-    return policy, Update(policy.scorer, optimizer, objective, one_process(), lr=lambda _: lr)
+    return policy, Update(
+        policy.scorer,
+        optimizer,
+        objective,
+        one_process(),
+        lr=lambda _: lr,
+        leash=getattr(objective, "leash", None) or leash(0.0),
+    )
 
 
 @pytest.mark.parametrize("options", HALF)

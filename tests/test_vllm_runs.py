@@ -17,14 +17,14 @@ from runs import lines, train
 
 from policies.load import load_policy
 from policies.wrappers.vllm_server import Transfer
-from policies.wrappers.vllm_wrapper import vllm_beside
+from policies.wrappers.vllm_wrapper import make_vllm_generator
 from trainer.weight_sync import weight_sync
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 KEPT = "optimizer.schedule=constant"  # a short run is the beginning of a longer one
-TINY = ["experiment=grpo_tiny", "eval.max_rows=40", KEPT, "policy.engine=vllm"]
-FEW = ["trainer.num_iterations=2", "eval.max_rows=4", KEPT, "policy.engine=vllm"]
+TINY = ["experiment=grpo_tiny", "eval.max_rows=40", KEPT, "policy/engine=vllm"]
+FEW = ["trainer.num_iterations=2", "eval.max_rows=4", KEPT, "policy/engine=vllm"]
 
 
 def run(folder: Path, *words: str) -> list[dict]:
@@ -99,7 +99,7 @@ def test_what_vllm_samples_teaches(colocated):
 def test_a_server_trains_to_the_bit_as_one_in_the_process_and_goes_on(colocated, server, tmp_path):
     folder, whole = tmp_path / "run", lines(colocated / "metrics.jsonl")
     words = [TINY[0], *FEW[1:], "trainer.num_iterations=3", "checkpoint.every=3"]
-    rows = run(folder, *words, f"policy.vllm.url={server[0]}")
+    rows = run(folder, *words, f"policy.engine.url={server[0]}")
     proved(rows)
     same(rows[1:], whole[1:4])
     assert not (folder / ".engine").exists()
@@ -110,16 +110,16 @@ def test_a_server_trains_to_the_bit_as_one_in_the_process_and_goes_on(colocated,
 
 def test_of_a_lora_the_adapter_alone_is_handed_over_to_a_server_and_within(server, tmp_path):
     words = ["experiment=grpo_tiny", *FEW, "policy.lora.r=4", "optimizer.lr=0.01"]
-    url = f"policy.vllm.url={server[0]}"
+    url = f"policy.engine.url={server[0]}"
     within, served = run(tmp_path / "within", *words), run(tmp_path / "served", *words, url)
     proved(within)
     same(served[1:], within[1:])
     policy = load_policy("tiny", lora={"r": 4})
-    assert vllm_beside(policy, share=tmp_path / "share", url=server[0]).takes_trained
+    assert make_vllm_generator(policy, folder=tmp_path / "share", url=server[0]).takes_trained
 
 
 def test_two_ranks_sample_by_one_server_what_one_rank_does(colocated, server, tmp_path):
-    words = [TINY[0], *FEW, "launch.num_processes=2", f"policy.vllm.url={server[0]}"]
+    words = [TINY[0], *FEW, "launch.num_processes=2", f"policy.engine.url={server[0]}"]
     rows, whole = run(tmp_path / "run", *words), lines(colocated / "metrics.jsonl")
     proved(rows)
     for name in ("loss/total", "reward/raw_mean", "kl/ref", "sync/probe_before"):
@@ -134,7 +134,7 @@ def test_every_kind_of_run_samples_by_vllm(name, tmp_path):
 
 def test_a_server_samples_ahead(server, tmp_path):
     words = [TINY[0], *FEW[1:], "trainer.num_iterations=3", "trainer.overlap=1"]
-    rows = run(tmp_path / "run", *words, f"policy.vllm.url={server[0]}")[1:]
+    rows = run(tmp_path / "run", *words, f"policy.engine.url={server[0]}")[1:]
     assert [row["policy/staleness"] for row in rows] == [0, 1, 1]
     assert max(row["sync/probe"] for row in rows) < 1e-4 < rows[-1]["sync/probe_before"]
     assert rows[0]["kl/mismatch"] < 1e-5 < rows[1]["kl/mismatch"]
@@ -148,7 +148,7 @@ def test_a_server_that_does_not_fit_is_refused(server, tmp_path):
         (load_policy("tiny", lora={"r": 9}), {}, "--max-lora-rank 16"),
     ):
         with pytest.raises(ValueError, match=key):
-            vllm_beside(policy, **(options | wrong))
+            make_vllm_generator(policy, **(options | wrong))
 
 
 def test_what_goes_by_nccl_is_read_by_vllms_own_classes_and_a_failure_says_what_to_do(server):
@@ -157,7 +157,7 @@ def test_what_goes_by_nccl_is_read_by_vllms_own_classes_and_a_failure_says_what_
 
     named = {"a": torch.ones(2, 3).t(), "b": torch.zeros(4, dtype=torch.bfloat16)}
     at = urlsplit(server[0])
-    engine = vllm_beside(load_policy("tiny"), share=Path("unused"), url=server[0])
+    engine = make_vllm_generator(load_policy("tiny"), folder=Path("unused"), url=server[0])
     assert engine.scorer.transfer is None, "neither side is on a GPU"
     way = Transfer(engine.scorer._ask, host=at.hostname or "", port=at.port or 0)
     way.named = named
@@ -176,7 +176,7 @@ def test_what_goes_by_nccl_is_read_by_vllms_own_classes_and_a_failure_says_what_
 def test_a_server_that_dies_ends_the_run_with_a_line(server, tmp_path):
     url, process = server  # the last test of this file that needs it
     policy = load_policy("tiny")
-    generator = vllm_beside(policy, share=tmp_path / "share", url=url)
+    generator = make_vllm_generator(policy, folder=tmp_path / "share", url=url)
     assert weight_sync(policy, generator).after < 1e-4
     wrong = {"model.embed_tokens.weight": torch.zeros(3, 5)}  # as of another model
     (tmp_path / "wrong").mkdir()

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from trainer.kl_control import KLControllerBase as KLControllerBase
     from trainer.kl_control import LinearKLController as LinearKLController
     from trainer.kl_control import TargetKLController as TargetKLController
-    from trainer.kl_control import make_kl_controller as make_kl_controller
     from trainer.objectives import EntropyBonus as EntropyBonus
     from trainer.objectives import GRPOObjective as GRPOObjective
     from trainer.objectives import MinorSFTObjective as MinorSFTObjective
@@ -33,8 +32,11 @@ if TYPE_CHECKING:
     from trainer.objectives import SFTObjective as SFTObjective
     from trainer.observer import Observer as Observer
     from trainer.observer import Observers as Observers
+    from trainer.optimizer import MasterAdamW as MasterAdamW
+    from trainer.optimizer import Muon as Muon
     from trainer.optimizer import make_optimizer as make_optimizer
     from trainer.optimizer import make_schedule as make_schedule
+    from trainer.optimizer import parameter_groups as parameter_groups
     from trainer.reference import NoReference as NoReference
     from trainer.reference import Reference as Reference
     from trainer.reports.display import Display as Display

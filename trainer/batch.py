@@ -5,9 +5,10 @@ of a prompt, B = P * G rows (trajectories), T tokens of a row, V vocabulary, N t
 of a forward, H hidden size.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDictBase
 
 
 class Entry(NamedTuple):
@@ -70,3 +71,24 @@ def reads(*keys: NestedKey) -> tuple[NestedKey, ...]:
         if key not in KEYS:
             raise KeyError(f"{key!r} is no key of a batch; describe it in trainer/batch.py")
     return keys
+
+
+# Keys that a source of batches must write, and keys that the advantage of responses must write.
+SOURCE_WRITES = reads(
+    ("tokens", "full"), ("masks", "all_attention_mask"), "loss_mask", "temperature"
+)
+ADVANTAGE_WRITES = reads("reward", "reward_kl")  # by `Leash.charge_reward`
+
+
+def check_written(batch: TensorDictBase, keys: Iterable[NestedKey], part: Any) -> None:
+    """Raise ValueError for a key that a part has not written to the batch, or in another shape."""
+    for key in keys:
+        value, mask = batch.get(key, None), batch.get("loss_mask", None)
+        kind, about = KEYS[key]
+        if value is not None and (mask is None or "T" not in kind or value.shape == mask.shape):
+            continue
+        name = key if isinstance(key, str) else ".".join(key)
+        got = "none" if value is None else f"the shape {[*value.shape]}"
+        remedy = "; call leash.charge_reward(batch)" if key in ADVANTAGE_WRITES else ""
+        text = f"expected {type(part).__name__} to write {name}, {kind}: {about}"
+        raise ValueError(f"{text}; got {got}{remedy}")

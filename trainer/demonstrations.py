@@ -31,11 +31,11 @@ class Demonstrations:
         env: ChatEnv,
         policy: Policy,
         runtime: Runtime,
-        size: int,
+        prompts_per_iteration: int,
         mask: str = "assistant",
     ) -> None:
         self.rows: Sequence[dict[str, Any]] = task.demonstrations()
-        self.env, self.policy, self.runtime, self.size = env, policy, runtime, size
+        self.env, self.policy, self.runtime, self.size = env, policy, runtime, prompts_per_iteration
         self.prompt_masked = mask == "prompt"
 
     def __call__(self, iteration: int) -> TensorDict:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from policies.protocols import Policy
 from policies.scorer import score_in_parts
-from trainer.losses import MAX_LOG_RATIO
+from trainer.batch import reads
+from trainer.surrogates import MAX_LOG_RATIO
 
 
 def correction(
@@ -61,6 +62,9 @@ class ImportanceSampling:
     ("Your efficient RL framework secretly brings you off-policy RL training"); masked on both
     sides: IcePop (arXiv 2510.18855).
     """
+
+    # A function of after_rollout that writes policy_weight takes the place of this one.
+    writes = reads(("old_log_probs", "full"), "policy_weight")
 
     def __init__(
         self,

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from policies.scorer import Scores
 from trainer.batch import reads
-from trainer.kl_control import KLControllerBase, check_place
-from trainer.losses import kl_term
-from trainer.surrogates import token_ratio
+from trainer.kl_control import KLControllerBase
+from trainer.kl_estimators import Estimator, TokenKL, check_place, find_estimator
 
 
 @dataclass(frozen=True)
@@ -21,10 +20,8 @@ class Leash:
 
     The advantage calls `charge_reward`, the objective calls `loss_term`, on the same Leash. `where`
     ("reward" or "loss") selects the one that charges. `controller` sets the coefficient;
-    `estimator` is k1, k2, k3, full or k3_ratio. Without `allow_biased`, raise ValueError if the
-    pair of `where` and `estimator` does not have the gradient of a KL (docs/kl.md).
-
-    k3_ratio is k3 times pi_curr / pi_gen (not detached): DeepSeek-V3.2 (arXiv 2512.02556) eq. 7.
+    `estimator` is a row of trainer/kl_estimators.py or an own `Estimator`. Without `allow_biased`,
+    raise ValueError if the pair of `where` and `estimator` does not have the gradient of a KL.
 
     >>> from trainer.kl_control import ConstantKLController
     >>> Leash(ConstantKLController(kl_coef=0.1), estimator="k1", where="reward").coeff
@@ -38,7 +35,7 @@ class Leash:
     learnt: ClassVar = reads(("log_probs", "full"), ("ref_log_probs", "full"))
 
     controller: KLControllerBase
-    estimator: str = "k3"
+    estimator: str | Estimator = "k3"
     where: str = "loss"
     allow_biased: bool = False
 
@@ -53,7 +50,11 @@ class Leash:
     @property
     def needs_reference(self) -> bool:
         """Return whether the update reads the distributions of the reference."""
-        return self.where == "loss" and self.estimator == "full"
+        return self.where == "loss" and self._estimator.needs == "vocabulary"
+
+    @property
+    def _estimator(self) -> Estimator:
+        return find_estimator(self.estimator)
 
     def charge_reward(self, batch: TensorDictBase) -> TensorDictBase:
         """Write reward_kl and reward = reward_raw + reward_kl.
@@ -64,7 +65,12 @@ class Leash:
         raw, in_reward = batch.get("reward_raw"), self.where == "reward"  # [B, T]
         charged = torch.zeros_like(raw)  # [B, T]
         if in_reward and self.coeff:
-            charged = -self.coeff * self._measured(batch) * batch.get("loss_mask")
+            log_ratio = batch.get("kl_penalty", None)  # [B, T]
+            if log_ratio is None:
+                raise ValueError("kl.where=reward needs kl_penalty, got none; use RetrieveKL")
+            gen = batch.get(("log_probs", "full"))  # [B, T]
+            kl = self._estimator.term(TokenKL(log_ratio, gen, gen))  # [B, T]
+            charged = -self.coeff * kl * batch.get("loss_mask")  # [B, T]
         batch.set("reward_kl", charged)
         batch.set("kl_left", torch.full_like(raw[:, 0], 0.0 if in_reward else self.coeff))
         return batch.set("reward", raw + charged)
@@ -73,20 +79,13 @@ class Leash:
         """Return {"kl": coeff * KL [B, T]}, or {} unless the loss charges the KL."""
         if self.where != "loss" or self.coeff == 0:
             return {}
-        if self.estimator == "full":
-            assert scores.full_kl is not None
-            return {"kl": self.coeff * scores.full_kl}  # [B, T]
+        curr, gen = scores.log_probs, batch.get(("log_probs", "full"))  # [B, T]
         ref = batch.get(("ref_log_probs", "full"), None)  # [B, T]
         if ref is None:
             raise ValueError("kl.where=loss needs ref_log_probs.full, got none; use RetrieveKL")
-        curr, weighted = scores.log_probs, self.estimator == "k3_ratio"
-        term = kl_term(curr, ref, "k3" if weighted else self.estimator)
-        if weighted:
-            ratio = token_ratio(curr, batch.get(("log_probs", "full")))
-            # d(r k3)/d(curr) = r k3 + r (1 - exp(ref - curr)) = r (curr - ref): large terms cancel.
-            slope = (ratio * (curr - ref)).detach()
-            term = (ratio * term).detach() + slope * (curr - curr.detach())
-        return {"kl": self.coeff * term}
+        return {
+            "kl": self.coeff * self._estimator.term(TokenKL(curr - ref, curr, gen, scores.full_kl))
+        }
 
     def follow(self, metrics: Mapping[str, float], *, replies: int) -> None:
         """Update the coefficient from the KL of an iteration.
@@ -100,24 +99,17 @@ class Leash:
             measured += share * (metrics["kl/ref_k3"] * length - measured)
         self.controller.follow(measured, sequences=round(replies * valid))
 
-    def _measured(self, batch: TensorDictBase) -> Tensor:
-        """Return the KL estimate of each token from the stored log-probs, [B, T]."""
-        if batch.get("kl_penalty", None) is None:
-            raise ValueError("kl.where=reward needs kl_penalty, got none; use RetrieveKL")
-        if self.estimator == "k1":
-            return batch.get("kl_penalty")
-        gen, ref = batch.get(("log_probs", "full")), batch.get(("ref_log_probs", "full"))
-        return kl_term(gen, ref, self.estimator)
+
+def is_charged_in_reward(batch: TensorDictBase) -> bool:
+    """Return whether `charge_reward` ran on a batch and left no KL to the loss."""
+    left = batch.get("kl_left", None)  # [B]
+    return left is not None and not bool(left.any())  # waits for the device
 
 
-def check_charged(batch: TensorDictBase, leash: Leash | None) -> None:
-    """Raise ValueError if the objective's `leash` would charge the KL twice, or never."""
-    left = batch.get("kl_left", None)  # [B]; None if `charge_reward` did not run
-    must_charge = left is not None and bool(left.any())  # waits for the device
-    place, coeff = ("", 0.0) if leash is None else (leash.where, leash.coeff)
-    twice = place == "loss" and coeff and left is not None and not must_charge  # the reward charged
-    never = (must_charge and place != "loss") or (place == "reward" and coeff and left is None)
-    if twice or never:
-        how = "twice" if twice else "never"
-        remedy = "pass the same Leash to advantage and objective"
-        raise ValueError(f"the KL of this batch would be charged {how}; {remedy}")
+def check_charged(leash: Leash, *, in_reward: bool, in_loss: bool) -> None:
+    """Raise ValueError unless exactly one place charges the KL, or the coefficient is 0."""
+    if leash.coeff == 0 or in_reward != in_loss:
+        return
+    how = "twice" if in_loss else "never"
+    calls = "call leash.charge_reward in the advantage and leash.loss_term in the objective"
+    raise ValueError(f"the KL of this batch is charged {how}; {calls}, of the same Leash")

@@ -1,68 +1,16 @@
-"""KL controllers, which set the coefficient of the KL penalty, and checks of the kl.* keys.
+"""KL controllers, which set the coefficient of the KL penalty. Torch-free.
 
 `update` takes unscaled KL values in nats per sequence and returns the next coefficient.
 `AdaptiveKLController` follows TorchRL's convention instead: it takes KL rewards, -coeff * KL.
+To add a controller, add a class and its row in CONTROLLERS. One of your own is a subclass of
+`KLControllerBase`: kl.controller={_target_: my_kl.Mine}.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-ESTIMATORS, PLACES = ("k1", "k2", "k3", "full", "k3_ratio"), ("loss", "reward")
-IN_THE_UPDATE = ("full", "k3_ratio")  # need the trained policy's log-probs: never in the reward
-BIASED = {
-    ("loss", "k1"): "its gradient in the loss is zero; use kl.estimator=full, k3_ratio, k2 or k3",
-    ("reward", "k2"): "it has no KL gradient near the reference; use kl=reward (k1)",
-    ("reward", "k3"): "it has no KL gradient near the reference; use kl=reward (k1)",
-    ("reward", "full"): "it does not depend on its own token; use kl=reward (k1)",
-    ("reward", "k3_ratio"): "it is k3 there, at a ratio of 1; use kl=reward (k1)",
-}
-FOLLOWS = ("budget", "adaptive")  # controllers that steer the measured KL to kl.target
 MAX_ERROR = 0.2  # clip of the relative error (Ziegler et al. 2019)
-
-
-def check_place(where: str, estimator: str, *, allow_biased: bool = False) -> None:
-    """Raise ValueError for an estimator whose gradient in this place is not that of the KL.
-
-    `allow_biased` allows them, except full and k3_ratio in the reward, which nothing computes.
-    """
-    if estimator not in ESTIMATORS or where not in PLACES:
-        got = f"{estimator!r} and {where!r}"
-        raise ValueError(f"expected kl.estimator in {ESTIMATORS}, kl.where in {PLACES}, got {got}")
-    never = estimator in IN_THE_UPDATE
-    if (reason := BIASED.get((where, estimator))) and (never or not allow_biased):
-        pair = f"kl.estimator={estimator} with kl.where={where}: {reason}"
-        raise ValueError(pair if never else f"{pair}, or set kl.allow_biased=true")
-
-
-def find_faults(kl: Mapping[str, Any], *, replies: int) -> Iterator[str]:
-    """Yield messages on `kl.*` keys that contradict each other; `replies` per iteration."""
-    if kl["refresh_decay"] and not kl["refresh_every"]:
-        yield f"kl.refresh_decay={kl['refresh_decay']} needs kl.refresh_every, got 0; set it to 1"
-    if kl["refresh_every"] and kl["reference"] is not None:
-        yield "kl.refresh_every moves the reference; leave it out, or kl.reference"
-    if kl["refresh_every"] and not kl["measure"]:
-        yield "kl.refresh_every needs a reference, got kl.measure=false; set kl.measure=true"
-    try:
-        check_place(kl["where"], kl["estimator"], allow_biased=kl["allow_biased"])
-    except ValueError as error:
-        yield str(error)
-    steers = kl["controller"]
-    for key, owners in (("target", FOLLOWS), ("end", ("linear",))):
-        if kl[key] is None and steers in owners:
-            yield f"kl.controller={steers} needs kl.{key}, got none; give kl.{key}=..."
-        if kl[key] is not None and steers not in owners:
-            fault = f"kl.{key} is for kl.controller={' or '.join(owners)}, got {steers}"
-            yield f"{fault}; give kl.controller={owners[0]}, or leave kl.{key} out"
-    if steers in FOLLOWS and not kl["measure"]:
-        yield f"kl.controller={steers} follows the measured KL; set kl.measure=true"
-    if steers == "adaptive" and kl["coeff"] == 0:
-        yield f"kl.controller={steers} multiplies kl.coeff, which stays 0; start from kl.coeff=0.01"
-    if steers == "adaptive" and kl["horizon"] <= MAX_ERROR * replies:
-        least = f"{MAX_ERROR * replies:g}, a fifth of an iteration's {replies} replies"
-        yield f"expected kl.horizon > {least}, got {kl['horizon']:g}"
-    if max(kl["coeff"], kl["end"] or 0) > 0 and not kl["measure"]:
-        yield f"kl.coeff={kl['coeff']} needs the reference; set kl.measure=true"
 
 
 class KLControllerBase:
@@ -71,6 +19,7 @@ class KLControllerBase:
     With `model`, its attribute `kl_coef` is set to the coefficient.
     """
 
+    follows_kl = False  # the coefficient depends on the measured KL
     takes_rewards = False  # `update` takes KL rewards, -coeff * KL, not KL values
     k3_share = 0.0  # share of k3 in the KL that it follows; the rest is k1
 
@@ -173,15 +122,28 @@ class TargetKLController(KLControllerBase):
 
     n values with mean KL give coeff *= 1 + clip(KL / target - 1, +-0.2) * n / horizon: Ziegler et
     al. 2019 (arXiv 1909.08593), section 2.2, and their code: n is the batch size, so `horizon`
-    counts sequences. Twice the target over 5 of 10:
+    counts sequences; `responses` of them come in an iteration. Twice the target over 5 of 10:
 
     >>> round(TargetKLController(0.1, target=6.0, horizon=10).update([12.0] * 5), 6)
     0.11
     """
 
-    def __init__(self, coeff: float, *, target: float, horizon: float, model: Any = None) -> None:
+    follows_kl = True
+
+    def __init__(
+        self,
+        coeff: float,
+        *,
+        target: float,
+        horizon: float,
+        responses: int = 0,
+        model: Any = None,
+    ) -> None:
         if not coeff > 0:  # 0 would stay 0
             raise ValueError(f"expected kl.coeff > 0 of a controller that multiplies, got {coeff}")
+        if horizon <= MAX_ERROR * responses:  # the coefficient could become negative
+            least = f"{MAX_ERROR * responses:g}, a fifth of an iteration's {responses} responses"
+            raise ValueError(f"expected kl.horizon > {least}, got {horizon:g}")
         super().__init__(coeff, model=model)
         self.target, self.horizon = float(target), float(horizon)
 
@@ -237,6 +199,7 @@ class BudgetKLController(KLControllerBase):
     (0.3536, 0.4639)
     """
 
+    follows_kl = True
     SUM, ERROR, SLOPE, RANGE = 0.07, 0.6, 2.0, 100.0
 
     def __init__(self, coeff: float, *, target: float, model: Any = None) -> None:
@@ -279,29 +242,19 @@ class BudgetKLController(KLControllerBase):
         self.level, self.last, self.slope = state["level"], state["last"], state["slope"]
 
 
-def make_kl_controller(
-    *,
-    controller: str = "constant",
-    coeff: float,
-    target: float | None = None,
-    horizon: float = 10_000,
-    end: float | None = None,
-    total: int = 1,
-) -> KLControllerBase:
-    """Return the controller: constant, budget or adaptive (with target), or linear (with end).
+def constant(coeff: float) -> ConstantKLController:
+    """Return the controller of kl.controller=constant."""
+    return ConstantKLController(kl_coef=coeff)
 
-    target in nats per sequence, horizon in sequences, total in iterations.
-    """
-    if controller == "constant":
-        return ConstantKLController(kl_coef=coeff)
-    if controller == "budget" and target is not None:
-        return BudgetKLController(coeff, target=target)
-    if controller == "adaptive" and target is not None:
-        return TargetKLController(coeff, target=target, horizon=horizon)
-    if controller == "linear" and end is not None:
-        return LinearKLController(coeff, end=end, total=total)
-    got = f"{controller!r}, {target=}, {end=}"
-    raise ValueError(f"expected budget or adaptive with kl.target, linear with kl.end, got {got}")
+
+# The values of kl.controller. A controller gets the keys of kl.* that are its arguments, `total`
+# (iterations) and `responses` (of an iteration); an argument without a default is required.
+CONTROLLERS: dict[str, Callable[..., KLControllerBase]] = {
+    "constant": constant,
+    "budget": BudgetKLController,
+    "adaptive": TargetKLController,
+    "linear": LinearKLController,
+}
 
 
 def floats(values: Sequence[float]) -> list[float]:

@@ -2,7 +2,8 @@
 
 A loss is sum(weight * term); only `token_weights` divides. curr, gen, ref are log-probs [B, T] of
 the trained policy, the generating policy and the frozen reference; KL values are in nats. The exact
-KL is in policies/token_distribution.py, next to the logits; policy terms are in surrogates.py.
+KL is in policies/token_distribution.py, next to the logits; KL estimators are in kl_estimators.py,
+policy terms in surrogates.py.
 Left out on purpose: logging, masks on the terms (a weight of 0 is the mask).
 """
 
@@ -14,7 +15,6 @@ from torch.nn import functional
 
 from policies.random import in_float64
 
-MAX_LOG_RATIO = 20.0  # nats; exp(20) = 4.9e8 exceeds every clip; exp(89) overflows float32
 STD_FLOOR = 1e-4
 
 
@@ -43,28 +43,6 @@ def value_term(
         clipped = old + (value - old).clamp(-clip, clip)
         loss = torch.maximum(loss, distance(clipped, returns))
     return loss
-
-
-def kl_term(curr: Tensor, ref: Tensor, estimator: str) -> Tensor:
-    """Return the estimate of KL(curr || ref) at each token sampled from curr.
-
-    k1 = curr - ref, k2 = (curr - ref)^2 / 2, k3 = exp(d) - d - 1 with d = ref - curr (Schulman
-    2020, "Approximating KL divergence"; k3 is GRPO's, arXiv 2402.03300 eq. 4). In a loss with
-    fixed states, the expected gradient of k1 is 0, of k2 the gradient of KL(curr || ref), of k3
-    the gradient of KL(ref || curr). k3 clamps d to at most 20, because exp overflows; a clamped
-    token has no gradient. Tokens that are unlikely under the reference are not clamped.
-
-    >>> [round(kl_term(torch.tensor(-1.0), torch.tensor(-2.0), k).item(), 4) for k in ("k1", "k3")]
-    [1.0, 0.3679]
-    """
-    if estimator == "k1":
-        return curr - ref
-    if estimator == "k2":
-        return 0.5 * (curr - ref).square()
-    if estimator == "k3":
-        d = (ref - curr).clamp(max=MAX_LOG_RATIO)
-        return torch.expm1(d) - d
-    raise ValueError(f"expected an estimator k1, k2 or k3 (full needs logits), got {estimator!r}")
 
 
 def minor_sft_term(curr: Tensor, ref: Tensor, mask: Tensor, beta: float) -> Tensor:

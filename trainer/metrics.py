@@ -13,7 +13,7 @@ from torch import Tensor
 
 from policies.layout import groups
 from policies.random import in_float64
-from trainer.losses import kl_term
+from trainer.kl_estimators import k3
 from trainer.runtime import Runtime
 
 PER_TOKEN = ("kl/ref", "kl/ref_k3")
@@ -92,7 +92,7 @@ def _kl(batch: TensorDictBase, mask: Tensor, sums: dict[str, float]) -> None:
     k1 = batch.get("kl_penalty") * mask
     gen, ref = batch.get(("log_probs", "full")), batch.get(("ref_log_probs", "full"))
     sums["kl/ref"] = sums["kl/ref_sequence"] = float(k1.sum())
-    sums["kl/ref_k3"] = float((kl_term(gen, ref, "k3") * mask).sum())
+    sums["kl/ref_k3"] = float((k3(gen - ref) * mask).sum())
 
 
 def idle_groups(batch: TensorDictBase) -> Tensor:

@@ -15,8 +15,9 @@ from torch import Tensor
 from policies.scorer import Scores
 from trainer.batch import reads
 from trainer.kl import Leash
-from trainer.losses import half_square, kl_term, minor_sft_term, value_term
-from trainer.surrogates import DIVERGENCES, RATIOS, SURROGATES, ClipRange
+from trainer.kl_estimators import k3
+from trainer.losses import half_square, minor_sft_term, value_term
+from trainer.surrogates import RATIOS, ClipRange, Surrogate, find_surrogate
 
 STEP, MAX_COEFF = 0.005, 1.0  # of the entropy coefficient, per iteration and in all
 
@@ -31,10 +32,9 @@ class Terms:
 
 
 class Objective(Protocol):
-    """Interface of an objective; `leash` is None if it charges no KL."""
+    """Interface of an objective; it charges the KL by the terms of `Leash.loss_term`."""
 
     reads: tuple[NestedKey, ...]
-    leash: Leash | None
 
     def __call__(self, scores: Any, batch: TensorDictBase) -> Terms: ...
 
@@ -43,7 +43,8 @@ class GRPOObjective:
     """Policy gradient, with the KL penalty if charged in the loss (GRPO eq. 3, arXiv 2402.03300).
 
     `ratio` and `surrogate` name parts of trainer/surrogates.py, `clip_*`, `*_bound` their bounds;
-    the default is the clipped surrogate of PPO and GRPO. Settings of papers: docs/algorithms.md
+    the default is the clipped surrogate of PPO and GRPO. `surrogate` may also be an own
+    `Surrogate`. Settings of papers: docs/algorithms.md
 
     The ratio is to old_log_probs.full if the batch has them (another engine sampled), else to the
     generator's log_probs.full; policy_weight is a factor of the policy term. Masks use the distance
@@ -61,12 +62,12 @@ class GRPOObjective:
         tv_bound: float = 0.15,
         kl_bound: float = 0.05,
         ratio: str = "token",
-        surrogate: str = "clip",
+        surrogate: str | Surrogate = "clip",
         leash: Leash,
     ) -> None:
         self.bounds = ClipRange(clip_low, clip_high, dual_clip, tv_bound, kl_bound)
-        self.ratio, self.divergence = RATIOS[ratio], DIVERGENCES.get(surrogate)
-        self.term, self.clipped = SURROGATES[surrogate]
+        self.ratio = RATIOS[ratio]
+        self.surrogate = find_surrogate(surrogate)
         self.leash = leash
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
@@ -76,18 +77,18 @@ class GRPOObjective:
         advantage, old = batch.get("advantage"), batch.get(("old_log_probs", "full"), gen)
         moved = self.ratio(curr, old, mask)  # [B, T]
         inputs = (curr, gen, moved, advantage, self.bounds)
-        loss = {"policy": self.term(*inputs) * batch.get("policy_weight", 1.0)}  # [B, T]
+        loss = {"policy": self.surrogate.term(*inputs) * batch.get("policy_weight", 1.0)}  # [B, T]
         with torch.no_grad():
-            clipped = self.clipped(*inputs)  # [B, T]
+            clipped = self.surrogate.stopped(*inputs)  # [B, T]
             means = {
                 "kl/behaviour": gen - curr,
-                "kl/behaviour_k3": kl_term(gen, curr, "k3"),
+                "kl/behaviour_k3": k3(gen - curr),
                 "kl/mismatch": (gen - curr).abs(),
                 "policy/clip_fraction": clipped.float(),
             }
             maxima = {"policy/ratio_max": torch.where(mask, moved.detach(), 0.0)}
-            if self.divergence is not None:
-                name, distance = self.divergence
+            if self.surrogate.divergence is not None:
+                name, distance = self.surrogate.divergence
                 maxima[name] = torch.where(mask, distance(gen, curr), 0.0)
         if scores.entropy is not None:
             means["policy/entropy"] = scores.entropy
@@ -131,7 +132,7 @@ class PPOObjective(GRPOObjective):
 class SFTObjective:
     """Negative log-likelihood of the tokens of the loss mask."""
 
-    leash, reads = None, ()
+    reads = ()
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""
@@ -145,7 +146,7 @@ class MinorSFTObjective:
     `ReferenceLogProbs` writes the reference log-probs.
     """
 
-    leash, reads = None, reads(("ref_log_probs", "full"))
+    reads = reads(("ref_log_probs", "full"))
 
     def __init__(self, *, beta: float = 0.1) -> None:
         self.beta = beta

@@ -1,26 +1,21 @@
-"""AdamW with weight decay on matrices only, and learning-rate schedules.
+"""Optimisers with weight decay on matrices only, and learning-rate schedules.
 
-Half-precision weights are updated in float32: bfloat16 has 8 bits, so a step of less than 1/256 of
-a weight, as with lr=1e-6, would round to 0.
+An optimiser is a class with torch's arguments, `params` and `lr`. It gets the keys of optimizer.*
+that are its arguments, and `model` if it has this argument. Half-precision weights are updated in
+float32: bfloat16 has 8 bits, so a step of less than 1/256 of a weight, as with lr=1e-6, would round
+to 0.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 
-def make_optimizer(
-    model: nn.Module,
-    *,
-    lr: float,
-    weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-) -> "MasterAdamW":
-    """Return fused AdamW (see `MasterAdamW`) on the parameters that require a gradient.
+def parameter_groups(model: nn.Module, *, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+    """Return the groups of the parameters that require a gradient, for any torch optimiser.
 
     Norms and biases (fewer than two dimensions) are not decayed. A scorer's critic has separate
     groups; trainer/update.py reads "scale" and "since" of a group.
@@ -38,22 +33,21 @@ def make_optimizer(
         others = [p for p in group["params"] if p.ndim <= 1]
         parts = ((matrices, weight_decay), (others, 0.0))
         groups += [{**group, "params": p, "weight_decay": decay} for p, decay in parts if p]
-    return MasterAdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
+    return groups
 
 
-class MasterAdamW(torch.optim.AdamW):
-    """AdamW with a float32 copy ("master") of each half-precision weight in its state.
+def make_optimizer(
+    model: nn.Module, *, weight_decay: float = 0.0, **settings: Any
+) -> "MasterAdamW":
+    """Return `MasterAdamW` on the `parameter_groups` of a model; `settings`: lr, betas, eps."""
+    return MasterAdamW(parameter_groups(model, weight_decay=weight_decay), **settings)
 
-    The weight is the rounded master. The moments are float32 too: 12 bytes per weight, in addition
-    to the weight's 2; float32 weights have no copy.
 
-    >>> weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
-    >>> optimizer = MasterAdamW([weight], lr=1e-3, weight_decay=0.0)
-    >>> for _ in range(8):
-    ...     weight.grad = torch.ones_like(weight)
-    ...     optimizer.step()
-    >>> weight.item(), round(optimizer.state[weight]["master"].item(), 4)  # 0.999 is no bfloat16
-    (0.9921875, 0.992)
+class Masters(torch.optim.Optimizer):
+    """Give an optimiser a float32 copy ("master") of each half-precision weight in its state.
+
+    A mixin, before the optimiser's class. The weight is the rounded master; the moments are
+    float32 too. Float32 weights have no copy.
     """
 
     @torch.no_grad()
@@ -81,6 +75,83 @@ class MasterAdamW(torch.optim.AdamW):
             params[i] = p
             self.state[p] = {**self.state.pop(master), "master": master.data}
             p.copy_(master)
+
+
+class MasterAdamW(Masters, torch.optim.AdamW):
+    """Fused AdamW with masters: 12 bytes per half-precision weight, in addition to its 2.
+
+    >>> weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    >>> optimizer = MasterAdamW([weight], lr=1e-3)
+    >>> for _ in range(8):
+    ...     weight.grad = torch.ones_like(weight)
+    ...     optimizer.step()
+    >>> weight.item(), round(optimizer.state[weight]["master"].item(), 4)  # 0.999 is no bfloat16
+    (0.9921875, 0.992)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        options = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "fused": True}
+        super().__init__(params, betas=(betas[0], betas[1]), **options)
+
+
+class MasterMuon(Masters, torch.optim.Muon):
+    """Muon with masters."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon on the hidden matrices, AdamW on everything else.
+
+    AdamW has embeddings, the output head, norms, biases and the critic. Muon is torch's: the
+    momentum of a matrix, made orthogonal (Jordan 2024, "Muon: An optimizer for hidden layers"). Its
+    steps are scaled to the size of AdamW's (Moonlight, arXiv 2502.16982 eq. 4), so that both take
+    one learning rate and weight decay.
+    """
+
+    def __init__(
+        self,
+        params: list[dict[str, Any]],
+        *,
+        model: nn.Module,
+        lr: float,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        momentum: float = 0.95,
+    ) -> None:
+        outer = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        for module in model.modules():
+            head = getattr(module, "get_output_embeddings", lambda: None)()
+            outer |= {id(head.weight)} if head is not None else set()
+        hidden, others = [], []
+        for group in params:
+            matrices = [p for p in group["params"] if p.ndim == 2 and id(p) not in outer]
+            matrices = [] if "scale" in group else matrices  # the critic's
+            chosen = {id(p) for p in matrices}
+            rest = [p for p in group["params"] if id(p) not in chosen]
+            hidden += [{**group, "params": matrices, "muon": True}] if matrices else []
+            others += [{**group, "params": rest, "muon": False}] if rest else []
+        if not hidden:
+            raise ValueError("expected a model with trained matrices for Muon, got none")
+        options = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
+        self.muon = MasterMuon(hidden, lr=lr, **options)
+        self.adamw = MasterAdamW(others, lr=lr, betas=betas, eps=eps) if others else None
+        groups = [*self.muon.param_groups, *(self.adamw.param_groups if self.adamw else ())]
+        super().__init__(groups, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        """Take a step with both."""
+        for optimizer, is_muon in ((self.muon, True), (self.adamw, False)):
+            if optimizer is not None:  # `load_state_dict` may have replaced groups and state
+                groups = [group for group in self.param_groups if group["muon"] == is_muon]
+                optimizer.param_groups, optimizer.state = groups, self.state
+                optimizer.step(closure)
 
 
 def make_schedule(

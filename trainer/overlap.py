@@ -1,6 +1,6 @@
 """Overlap of sampling and training: batch i + n is sampled while the policy trains on batch i.
 
-For an engine in a separate process (policy.vllm.url). One thread plays batch after batch; for
+For an engine in a separate process (policy.engine.url). One thread plays batch after batch; for
 n = 1, from the left:
 
     play 0, play 1 | iteration 0, sync | iteration 1 with play 2, sync | iteration 2 with play 3

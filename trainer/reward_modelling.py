@@ -29,10 +29,16 @@ class PreferencePairs:
     """
 
     def __init__(
-        self, *, task: Any, env: ChatEnv, policy: Policy, runtime: Runtime, size: int
+        self,
+        *,
+        task: Any,
+        env: ChatEnv,
+        policy: Policy,
+        runtime: Runtime,
+        prompts_per_iteration: int,
     ) -> None:
         self.rows = task.preferences()
-        self.env, self.policy, self.runtime, self.size = env, policy, runtime, size
+        self.env, self.policy, self.runtime, self.size = env, policy, runtime, prompts_per_iteration
 
     def __call__(self, iteration: int) -> TensorDict:
         """Return this rank's pairs of the iteration, [2P, T]."""
@@ -58,7 +64,7 @@ class PreferenceObjective:
     With aggregation=sequence_mean each row of a pair contributes half of its mean over tokens.
     """
 
-    leash, reads = None, reads("group_id")
+    reads = reads("group_id")
 
     def __call__(self, scores: Rewards, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""

@@ -114,12 +114,12 @@ class Runtime:
         """Return the policy that `make` loads, on this rank's device."""
         return make(device=str(self.device))
 
-    def prepare(self, policy: Any, make: Callable, settings: dict[str, Any], *others: Any) -> Any:
-        """Return the wrapped scorer for the update, and its optimizer make(scorer, **settings)."""
+    def prepare(self, policy: Any, make: Callable[[Any], Any], *others: Any) -> Any:
+        """Return the wrapped scorer for the update, and its optimizer, make(scorer)."""
         for weight in policy.scorer.parameters():
             if weight.requires_grad and self.device.type == "cpu":
                 weight.data = weight.data.clone()  # else the first step copies the file by pages
-        return self.accelerator.prepare(policy.scorer, make(policy.scorer, **settings))
+        return self.accelerator.prepare(policy.scorer, make(policy.scorer))
 
     def clip(self, weights: Iterable[Tensor], limit: float) -> float:
         """Clip the gradients to a norm of at most `limit`; return the norm before."""

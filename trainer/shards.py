@@ -36,10 +36,10 @@ class ShardedRuntime(Runtime):
         policy.scorer.placement = Unsharded(self.device)
         return policy
 
-    def prepare(self, policy: Any, make: Callable, settings: dict[str, Any], *others: Any) -> Any:
+    def prepare(self, policy: Any, make: Callable[[Any], Any], *others: Any) -> Any:
         """Shard the policy and those of `others` with a scorer, then make the optimizer."""
         if self.ranks == 1:
-            return super().prepare(policy, make, settings)
+            return super().prepare(policy, make)
         mesh, main = init_device_mesh(self.device.type, (self.ranks,)), policy.scorer
         shard(main, mesh, offload=self.offload)
         scorers = {id(part.scorer): part.scorer for part in others if hasattr(part, "scorer")}
@@ -50,7 +50,7 @@ class ShardedRuntime(Runtime):
                 share(scorer, main)
             else:
                 shard(scorer, mesh, offload=self.offload)
-        return main, make(main, **settings)
+        return main, make(main)
 
 
 def _init_process_group(*, cpu: bool) -> None:

@@ -62,12 +62,17 @@ class Rollouts:
         env: ChatEnv,
         generator: Generator,
         runtime: Runtime,
-        size: int,
+        prompts_per_iteration: int,
         mask: str = "response",
         after_rollout: Sequence[Verb] = (),
     ) -> None:
         self.rows: Sequence[dict[str, Any]] = task.rows("train")
-        self.env, self.generator, self.runtime, self.size = env, generator, runtime, size
+        self.env, self.generator, self.runtime, self.size = (
+            env,
+            generator,
+            runtime,
+            prompts_per_iteration,
+        )
         self.mask, self.after_rollout = mask, after_rollout
 
     def prompts(self, iteration: int, attempt: int = 0) -> TensorDict:

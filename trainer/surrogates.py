@@ -8,14 +8,19 @@ the trainer computes with the generating weights. Terms are minimised.
 tv_mask and kl_mask (DPPO: Qi et al. 2026, arXiv 2602.04879, eq. 11 to 14) bound the divergence from
 the generating policy. Each divergence is over two outcomes: the sampled token or any other. Left
 out on purpose: the paper's divergences over the top k tokens, which need more log-probs.
+Torch-free, so that the parent process can read SURROGATES.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from trainer.losses import MAX_LOG_RATIO
+MAX_LOG_RATIO = 20.0  # nats; exp(20) = 4.9e8 exceeds every clip; exp(89) overflows float32
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ def token_ratio(curr: Tensor, old: Tensor, mask: Tensor | None = None) -> Tensor
 
     The log-ratio is clamped to +-20; a clamped ratio has no gradient. `mask` is unused.
 
+    >>> import torch
     >>> token_ratio(torch.tensor([0.0, 1000.0]), torch.tensor([0.0, 0.0])).tolist()
     [1.0, 485165184.0]
     """
@@ -50,13 +56,14 @@ def sequence_ratio(curr: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     gradient of the token's log pi. With one advantage per row and aggregation=sequence_mean, the
     loss is GSPO's, eq. 5. The mean log-ratio is clamped as in `token_ratio`.
 
+    >>> import torch
     >>> curr, mask = torch.tensor([[0.4, 0.0, 9.0]]), torch.tensor([[True, True, False]])
     >>> [round(r, 3) for r in sequence_ratio(curr, torch.zeros(1, 3), mask)[0, :2].tolist()]
     [1.221, 1.221]
     """
     log_ratio = ((curr - old) * mask).detach().sum(-1, keepdim=True)
     mean = log_ratio / mask.sum(-1, keepdim=True).clamp(min=1)  # [B, 1]
-    return token_ratio(mean + (curr - curr.detach()), torch.zeros_like(curr))
+    return token_ratio(mean + (curr - curr.detach()), curr.new_zeros(()))  # [B, T]
 
 
 def clipped_term(
@@ -68,13 +75,15 @@ def clipped_term(
     eq. 3. Different low and high: DAPO (arXiv 2503.14476) eq. 8. `most` is c of the dual clip: Ye
     et al. 2020 (arXiv 1912.09729) eq. 5.
 
+    >>> import torch
     >>> one, curr = torch.tensor([1.0]), torch.zeros(1)
     >>> clipped_term(curr, curr - 1, one.exp(), one, ClipRange(0.2, 0.25)).tolist()
     [-1.25]
     """
-    term = -torch.minimum(r * advantage, r.clamp(1 - clip.low, 1 + clip.high) * advantage)
+    clipped = r.clamp(1 - clip.low, 1 + clip.high) * advantage  # [B, T]
+    term = -(r * advantage).minimum(clipped)  # [B, T]
     if clip.most is not None:
-        term = torch.where(advantage < 0, term.minimum(-clip.most * advantage), term)
+        term = term.minimum(-clip.most * advantage).where(advantage < 0, term)
     return term
 
 
@@ -84,6 +93,7 @@ def cispo_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: Cl
     sg stops the gradient. Clipped tokens keep a gradient with a bounded weight. MiniMax-M1 (arXiv
     2506.13585) eq. 4 and 5.
 
+    >>> import torch
     >>> curr = torch.tensor([-1.0], requires_grad=True)
     >>> gen, advantage = curr.detach() - 1, torch.tensor([2.0])
     >>> r = token_ratio(curr, gen)
@@ -104,6 +114,7 @@ def reinforce_term(
 def is_clipped(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
     """Return the mask of tokens without a gradient in `clipped_term`, bool.
 
+    >>> import torch
     >>> r, advantage = torch.tensor([0.7, 0.7, 1.3]), torch.tensor([1.0, -1.0, 1.0])
     >>> is_clipped(r.log(), torch.zeros(3), r, advantage, ClipRange()).tolist()
     [False, True, True]
@@ -119,7 +130,7 @@ def is_outside(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: Cl
 
 def no_clipping(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
     """Return False at every token: no bound applies."""
-    return torch.zeros_like(r, dtype=torch.bool)
+    return r < 0  # never: a ratio is positive
 
 
 def binary_tv(gen: Tensor, curr: Tensor) -> Tensor:
@@ -127,6 +138,7 @@ def binary_tv(gen: Tensor, curr: Tensor) -> Tensor:
 
     DPPO (arXiv 2602.04879) eq. 13. The total variation over the vocabulary is at least as large.
 
+    >>> import torch
     >>> round(binary_tv(torch.tensor(0.99).log(), torch.tensor(0.8).log()).item(), 6)
     0.19
     """
@@ -140,10 +152,11 @@ def binary_kl(gen: Tensor, curr: Tensor) -> Tensor:
     2602.04879) eq. 14. Exact for log-probs near 0. A log-prob of 0 is a rounding error; it is
     replaced by -eps, so that the result is finite.
 
+    >>> import torch
     >>> round(binary_kl(torch.tensor(0.5).log(), torch.tensor(0.25).log()).item(), 6)
     0.143841
     """
-    top = -torch.finfo(curr.dtype).eps
+    top = -(2.0**-52 if curr.dtype.itemsize == 8 else 2.0**-23)  # eps of float64, float32
     gen, curr = gen.clamp(max=top), curr.clamp(max=top)
     others = -gen.expm1() * (_log_of_others(gen) - _log_of_others(curr))
     return gen.exp() * (gen - curr) + others
@@ -151,8 +164,8 @@ def binary_kl(gen: Tensor, curr: Tensor) -> Tensor:
 
 def _log_of_others(log_prob: Tensor) -> Tensor:
     """Return log(1 - exp(x)) for x < 0. For precision: expm1 if x is near 0, else log1p."""
-    near, far = (-log_prob.expm1()).log(), torch.log1p(-log_prob.exp())
-    return torch.where(log_prob > -0.7, near, far)
+    near, far = (-log_prob.expm1()).log(), (-log_prob.exp()).log1p()
+    return near.where(log_prob > -0.7, far)
 
 
 def moves_away(curr: Tensor, gen: Tensor, advantage: Tensor) -> Tensor:
@@ -188,6 +201,7 @@ def tv_mask_term(
     DPPO (arXiv 2602.04879) eq. 11 to 13. Compared with clipping, the probability of a rare token
     may grow by a larger factor, and the probability of a likely token may fall less.
 
+    >>> import torch
     >>> curr, gen = torch.tensor([1e-3, 0.8]).log(), torch.tensor([1e-5, 0.99]).log()
     >>> r, advantage = token_ratio(curr, gen), torch.tensor([1.0, -1.0])
     >>> (tv_mask_term(curr, gen, r, advantage, ClipRange()) == 0).tolist()
@@ -207,21 +221,56 @@ def _masked_term(
     far: Tensor, curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
 ) -> Tensor:
     if clip.most is not None:
-        r = torch.where(advantage < 0, r.clamp(max=clip.most), r)
-    return torch.where(far & moves_away(curr, gen, advantage), 0.0, -r * advantage)
+        r = r.clamp(max=clip.most).where(advantage < 0, r)
+    return (-r * advantage).masked_fill(far & moves_away(curr, gen, advantage), 0.0)
 
 
 RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
-# name -> loss term, mask of tokens outside the bounds
+Term = Callable[..., "Tensor"]  # of curr, gen, r, advantage and a ClipRange
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """A loss of the ratio: `term`, and `stopped`, the mask of tokens outside its bounds.
+
+    `keys`: the keys of algorithm.* that both read; others are refused. `divergence`: name of the
+    metric and function of (gen, curr), logged as the maximum over the loss mask. `one_step`: right
+    only for responses of the current policy, one optimiser step a batch.
+    """
+
+    term: Term
+    stopped: Term = no_clipping
+    keys: tuple[str, ...] = ()
+    divergence: tuple[str, Callable[[Tensor, Tensor], Tensor]] | None = None
+    one_step: bool = False
+
+
 SURROGATES = {
-    "clip": (clipped_term, is_clipped),
-    "cispo": (cispo_term, is_outside),
-    "reinforce": (reinforce_term, no_clipping),
-    "tv_mask": (tv_mask_term, is_past_tv),
-    "kl_mask": (kl_mask_term, is_past_kl),
+    "clip": Surrogate(
+        clipped_term, is_clipped, keys=("clip_low", "clip_high", "dual_clip", "ratio")
+    ),
+    "cispo": Surrogate(cispo_term, is_outside, keys=("clip_low", "clip_high", "ratio")),
+    "reinforce": Surrogate(reinforce_term, one_step=True),
+    "tv_mask": Surrogate(
+        tv_mask_term,
+        is_past_tv,
+        keys=("tv_bound", "dual_clip", "ratio"),
+        divergence=("policy/tv_max", binary_tv),
+    ),
+    "kl_mask": Surrogate(
+        kl_mask_term,
+        is_past_kl,
+        keys=("kl_bound", "dual_clip", "ratio"),
+        divergence=("policy/binary_kl_max", binary_kl),
+    ),
 }
-# surrogate -> metric of the maximum, divergence
-DIVERGENCES = {
-    "tv_mask": ("policy/tv_max", binary_tv),
-    "kl_mask": ("policy/binary_kl_max", binary_kl),
-}
+
+
+def find_surrogate(surrogate: str | Surrogate) -> Surrogate:
+    """Return the surrogate of a name, or an own one; ValueError for an unknown name."""
+    if isinstance(surrogate, Surrogate):
+        return surrogate
+    if surrogate not in SURROGATES:
+        text = f"one of {', '.join(SURROGATES)} or a trainer.surrogates.Surrogate"
+        raise ValueError(f"expected algorithm.surrogate to be {text}, got {surrogate!r}")
+    return SURROGATES[surrogate]

@@ -23,6 +23,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from policies.protocols import Generator, Policy
+from trainer.batch import ADVANTAGE_WRITES, SOURCE_WRITES, check_written
 from trainer.checkpoint import Checkpoints, remove, save_model
 from trainer.early_stopping import EarlyStopping
 from trainer.evaluation import Evaluate
@@ -68,8 +69,8 @@ class Trainer:
 
     def run(self, *, resume: bool = False) -> float:
         """Train to the last iteration; return the sweep metric."""
-        if self.update.objective.leash not in (None, self.leash):
-            raise ValueError("expected one Leash, got two: pass the objective's Leash to Trainer")
+        if self.update.leash is not self.leash:
+            raise ValueError("expected one Leash, got two: pass the Leash of Update to Trainer")
         if resume:
             restore_run(self)
         self.last_sync = push_weights(self.policy, self.generator)  # resume loads only the policy
@@ -95,7 +96,7 @@ class Trainer:
             clock = Clock()
             batch = self._batch(i, clock)
             self.runtime.set_phase("update")
-            batch = self.advantage(batch)
+            batch = self._advantage(batch)
             metrics = self.update(batch)
             clock.lap("update")
             sync = getattr(self.source, "sync", weight_sync)  # Overlap has a custom sync
@@ -124,6 +125,7 @@ class Trainer:
             self.runtime.set_phase("collect")
             with self.runtime.stoppable():
                 batch = self.source(i)
+                check_written(batch, SOURCE_WRITES, self.source)
                 clock.lap("collect")
                 self.runtime.check_stop()
                 self.runtime.set_phase("score")
@@ -133,6 +135,14 @@ class Trainer:
         except Stopped:  # the resumed run repeats this iteration
             self._save(states)
             raise
+        return batch
+
+    def _advantage(self, batch: TensorDictBase) -> TensorDictBase:
+        """Return the batch with what update and metrics read of the advantage."""
+        batch = self.advantage(batch)
+        learnt = [key for key in self.update.objective.reads if key == "advantage"]
+        judged = ADVANTAGE_WRITES if "reward_raw" in batch else ()
+        check_written(batch, [*learnt, *judged], self.advantage)
         return batch
 
     def _catch_up(self) -> None:

@@ -18,7 +18,7 @@ from policies.layout import groups, pack_rows
 from policies.random import in_float64
 from policies.scorer import Scorer
 from trainer.batch import reads
-from trainer.kl import check_charged
+from trainer.kl import Leash, check_charged, is_charged_in_reward
 from trainer.losses import token_weights
 from trainer.objectives import EntropyBonus, Objective, Terms
 from trainer.runtime import Runtime
@@ -40,7 +40,9 @@ class Update:
     `scorer` is the module that `accelerator.prepare` returned; `lr` maps the optimiser step
     (0-based) to a learning rate; `micro_batch_tokens` bounds the tokens of a backward pass,
     padding included. `packing` removes the padding: it concatenates the rows.
-    The rate of a parameter group is multiplied by its "scale" and is 0 before iteration "since".
+    `leash` is the one of the run: if its coefficient is above 0, either the batch or the objective
+    must have charged its KL. The rate of a parameter group is multiplied by its "scale" and is 0
+    before iteration "since".
     `entropy_*` configure `EntropyBonus`. If the kl/behaviour_k3 of a minibatch, over all ranks, is
     above `target_kl` (nats per token), the iteration ends without this optimiser step.
     """
@@ -52,6 +54,7 @@ class Update:
         objective: Objective,
         runtime: Runtime,
         *,
+        leash: Leash,
         lr: Callable[[int], float],
         epochs: int = 1,
         minibatches: int = 1,
@@ -70,8 +73,10 @@ class Update:
         self.lr, self.epochs, self.minibatches = lr, epochs, minibatches
         self.aggregation, self.max_tokens = aggregation, max_tokens
         self.micro_batch_tokens, self.max_grad_norm = micro_batch_tokens, max_grad_norm
-        exact = objective.leash is not None and objective.leash.needs_reference
-        self.reference = reference if exact else None
+        if getattr(objective, "leash", None) not in (None, leash):
+            raise ValueError("expected one Leash, got two: give the objective's Leash to Update")
+        self.leash, self.in_reward = leash, False
+        self.reference = reference if leash.needs_reference else None
         self.entropy = EntropyBonus(entropy_coeff, target=entropy_target)
         self.target_kl, self.packing = target_kl, packing
         self.step = 0
@@ -79,7 +84,7 @@ class Update:
 
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
         """Take the optimiser steps of one iteration; return the metrics of its last epoch."""
-        check_charged(batch, self.objective.leash)
+        self.in_reward = is_charged_in_reward(batch)
         original, batch = batch, batch.select(*SCORED, *self.objective.reads, strict=False)
         original.pop("ref_states", None)  # large, and read here only
         self.scorer.train()
@@ -172,6 +177,7 @@ class Update:
                 pack=self.packing,
             )
             terms = self.objective(scores, batch)  # [B, T] each
+            check_charged(self.leash, in_reward=self.in_reward, in_loss="kl" in terms.loss)
             weight, loss = batch.get("weight"), terms.loss | self.entropy(scores)
             losses = {name: (weight * term).sum() for name, term in loss.items()}  # scalars
             # DDP averages over ranks; weight is already global.

@@ -94,12 +94,12 @@ def _check_arrived(
     if same and not max(moved / MIN_MOVE, after) <= limit:
         raise RuntimeError(
             f"the engine is stale: {gap}; they did not change, while the policy moved by "
-            f"{moved:.3g}; start the engine again, or give policy.engine=transformers"
+            f"{moved:.3g}; start the engine again, or give policy/engine=null"
         )
     if not after <= limit:
         raise RuntimeError(
             f"the engine is not the policy: {gap}; is it the same model? Give "
-            "policy.vllm.dtype=float32, or a larger policy.vllm.tolerance"
+            "policy.engine.dtype=float32, or a larger policy.engine.tolerance"
         )
 
 

@@ -91,7 +91,7 @@ class VLLMServer(VLLMEngine):
         if self.mode != "processed_logprobs":
             self._refuse(f"one with --logprobs-mode processed_logprobs, got {self.mode}")
         if (actual := str(self.dtype).removeprefix("torch.")) != dtype:
-            self._refuse(f"--dtype {dtype}, got {actual} (or set policy.vllm.dtype={actual})")
+            self._refuse(f"--dtype {dtype}, got {actual} (or set policy.engine.dtype={actual})")
         if adapter is not None and takes:
             if takes["max_lora_rank"] < adapter.r:
                 self._refuse(f"--max-lora-rank {adapter.r} at least, got {takes['max_lora_rank']}")
@@ -117,7 +117,7 @@ class VLLMServer(VLLMEngine):
 
     def _refuse(self, wanted: str) -> NoReturn:
         raise ValueError(
-            f"policy.vllm.url={self.server.url}: expected {wanted}; start it by: {self.start}"
+            f"policy.engine.url={self.server.url}: expected {wanted}; start it by: {self.start}"
         )
 
     def _ask(self, path: str, body: Any = None, **how: str) -> Any:

@@ -5,6 +5,7 @@ Log-probs only: whole distributions need TransformersWrapper.
 """
 
 import copy
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -90,10 +91,10 @@ class vLLMWrapper(LLMWrapperBase):
         raise NotImplementedError("vLLM gives no distributions; use TransformersWrapper")
 
 
-def vllm_beside(
+def make_vllm_generator(
     policy: Policy,
     *,
-    share: Path,
+    folder: Path,
     url: str | None = None,
     dtype: str | None = None,
     tolerance: float | None = None,
@@ -101,23 +102,30 @@ def vllm_beside(
 ) -> vLLMWrapper:
     """Return a vLLM generator with a copy of a policy's weights and its settings.
 
-    It is in this process unless `url` names a vLLM server, which reads new weights from `share`.
+    It is in this process unless `url` names a vLLM server, which reads new weights from `folder`.
     dtype: of the copy, by default the policy's compute dtype. tolerance: nats, see
     `trainer.weight_sync`; by default that of the coarser dtype. `engine`: see `load_engine`.
     """
+    if url is not None and not re.fullmatch(r"https?://\S+", url):
+        raise ValueError(f"expected policy.engine.url to be http://<host>:<port>, got {url}")
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        names = "null, float32, bfloat16 or float16"
+        raise ValueError(f"expected policy.engine.dtype to be {names}, got {dtype}")
     computes = policy.scorer.autocast or next(policy.scorer.parameters()).dtype
-    folder, dtype = policy.files.folder, dtype or str(computes).removeprefix("torch.")
+    weights, dtype = policy.files.folder, dtype or str(computes).removeprefix("torch.")
     adapter = adapter_config(policy.model) if has_adapter(policy.model) else None
     if url is None:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if policy.device.type == "cuda" and several and torch.distributed.get_world_size() > 1:
-            raise ValueError("several ranks on GPUs need policy.vllm.url: vLLM takes the first GPU")
+            raise ValueError(
+                "several ranks on GPUs need policy.engine.url: vLLM takes the first GPU"
+            )
         lora = lora_options(adapter, policy.model.config.architectures) if adapter else {}
-        loaded = load_engine(folder, dtype=dtype, **lora, **engine)
+        loaded = load_engine(weights, dtype=dtype, **lora, **engine)
         loaded.adapter = adapter if lora else None
     else:
         model = policy.model
-        loaded = VLLMServer(url, model, folder=folder, share=share, dtype=dtype, adapter=adapter)
+        loaded = VLLMServer(url, model, folder=weights, share=folder, dtype=dtype, adapter=adapter)
     if adapter is not None:
         loaded.about += f", the adapter {'merged' if loaded.adapter is None else 'alone'}"
     loaded.device = policy.device

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("leash-rl", "torch", "transformers", "tensordict", "accelerate", "vllm")
+from policies.optional_packages import EXTRAS
+
+PACKAGES = ("leash-rl", "torch", "transformers", "tensordict", "accelerate", *EXTRAS)
 ROOT = Path(__file__).parents[2]
 
 

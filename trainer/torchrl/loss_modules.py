@@ -17,7 +17,8 @@ from policies.scorer import Scores
 from policies.wrappers.wrapper import LLMWrapperBase
 from trainer.kl import Leash
 from trainer.kl_control import ConstantKLController
-from trainer.losses import half_square, kl_term, token_weights
+from trainer.kl_estimators import k3
+from trainer.losses import half_square, token_weights
 from trainer.objectives import GRPOObjective, Terms
 from trainer.torchrl.loss_inputs import (
     REDUCTIONS,
@@ -152,7 +153,7 @@ class GRPOLoss(LossModule):
         )
         for name, coeff, key in leashes:
             if coeff is not None:
-                kl = kl_term(curr, per_token(require(td, key), mask, 0.0).detach(), "k3")
+                kl = k3(curr - per_token(require(td, key), mask, 0.0).detach())
                 out[f"kl_to_{name}"] = masked_mean(kl.detach(), mask)
                 out[f"loss_kl_to_{name}"] = coeff * self._total(kl, batch)
         return self.output_type(**out, **self._more(terms, scores, batch), batch_size=[])

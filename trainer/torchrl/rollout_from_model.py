@@ -21,7 +21,6 @@ from policies.sampler import Sampled, Stop, sample
 from policies.scorer import Scorer
 from policies.wrappers.generate_kwargs import config_temperature, follow, until_end
 from trainer.kl_control import KLControllerBase
-from trainer.losses import kl_term
 from trainer.torchrl.prompt_data import PromptData
 
 
@@ -105,7 +104,8 @@ class RolloutFromModel:
                 scorer(*_moved(scorer, rows), temperature=temperature).log_probs.to(ids.device)
                 for scorer in self._scorers
             ]
-        log_ratio = kl_term(*scored, "k1").gather(-1, columns)
+        policy, reference = scored  # log-probs [B, T]
+        log_ratio = (policy - reference).gather(-1, columns)  # [B, N]
         log_probs = widen(sampled.log_probs.to(ids.device), steps)
         return generated, log_probs.unsqueeze(-1), log_ratio
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from policies.padding import is_ragged, rows
 from policies.scorer import Scores
 from policies.wrappers.wrapper import LLMWrapperBase
-from trainer.losses import kl_term
+from trainer.kl_estimators import k3
 from trainer.objectives import MinorSFTObjective, SFTObjective
 from trainer.torchrl.loss_inputs import (
     REDUCTIONS,
@@ -93,7 +93,7 @@ class SFTLoss(LossModule):
             ref = aligned(td, keys.ref_log_prob, real, ragged=ragged).detach()  # [B, T]
             batch["ref_log_probs", "full"] = ref.where(mask, 0.0) * share
             if self.kl_to_ref_coeff is not None:
-                kl = masked_mean(kl_term(curr, ref, "k3"), mask)
+                kl = masked_mean(k3(curr - ref), mask)
                 more = {"kl_to_ref": kl.detach(), "loss_kl_to_ref": self.kl_to_ref_coeff * kl}
         terms = self.objective(Scores(curr.where(mask, 0.0) * share), batch)
         loss = self.factor * terms.loss["policy"].where(mask, 0.0).sum(-1)  # [B]
