@@ -101,7 +101,7 @@ class PowerAdvantage:
     def __call__(self, batch):
         self.leash.charge_reward(batch)
         reward = batch["reward"].sum(-1, keepdim=True)  # [B, 1]
-        return batch.set("advantage", reward**self.power * batch["loss_mask"])
+        return batch.set("advantage", (1 + reward**self.power) * batch["loss_mask"])
 
 
 class Imitation:
@@ -157,12 +157,13 @@ class Own(GroupAdvantage):
 OWN = ("experiment=grpo_tiny", "policy.model=tiny", "allow_targets=true")
 MINE = f"algorithm.advantage._target_={HERE}.PowerAdvantage"
 POWER = "+algorithm.power=2"
+SURROGATE = f"algorithm.surrogate={{_target_: {HERE}.linear_surrogate}}"
 REFUSED = [  # words, and the key that no part takes
     ([MINE, POWER, "algorithm.baseline=leave_one_out"], "algorithm.baseline=leave_one_out"),
     ([MINE, POWER, "algorithm.credit=return_to_go"], "algorithm.credit"),
     ([MINE, POWER, "+algorithm.pwer=3"], "algorithm.pwer=3"),
     ([f"algorithm.objective._target_={HERE}.Imitation", "algorithm.clip_high=0.9"], "clip_high"),
-    ([f"algorithm.surrogate={{_target_: {HERE}.linear_surrogate}}", "algorithm.tv_bound=1"], "tv_b"),
+    ([SURROGATE, "algorithm.tv_bound=1"], "algorithm.tv_bound"),
     (["algorithm.surrogate=reinforce", "algorithm.ratio=sequence"], "algorithm.ratio"),
     ([f"kl.controller={{_target_: {HERE}.Halving, factor: 0.5}}", "kl.end=1"], "kl.end"),
     ([f"optimizer._target_={HERE}.SignDescent", "optimizer.eps=1"], "optimizer.eps"),

@@ -30,7 +30,7 @@ from policies.scorer import Critic
 from trainer.advantage import GroupAdvantage
 from trainer.demonstrations import Demonstrations
 from trainer.objectives import GRPOObjective, SFTObjective, Terms
-from trainer.optimizer import make_optimizer, make_schedule
+from trainer.optimizer import Muon, make_optimizer, make_schedule, parameter_groups
 from trainer.reference import Reference
 from trainer.update import Update, split_rows
 
@@ -282,6 +282,34 @@ def test_two_hundred_small_steps_are_those_of_the_formula(dtype):
     assert model.weight.item() == torch.tensor(got).to(dtype).item()
     assert model.weight.data_ptr() == place, "whoever shares the weight sees it move"
     assert ("master" in state) == (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_moves_hidden_matrices_by_orthogonal_steps_and_the_rest_by_adamw(dtype):
+    """By the singular values of a step; the first step of AdamW is lr times the sign."""
+    policy = make_policy.__wrapped__()
+    model = policy.model.to(dtype)
+    groups = parameter_groups(policy.scorer)
+    optimizer = Muon(groups, model=policy.scorer, lr=1e-2, momentum=0.9)
+    draw = torch.Generator().manual_seed(0)
+    before = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=draw).to(dtype)
+    slopes = {name: p.grad.float().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    hidden = 0
+    for name, p in model.named_parameters():
+        state = optimizer.state[p]
+        moved = state.get("master", p).detach().float() - before[name]
+        if p.ndim == 2 and "embed" not in name and "head" not in name:
+            hidden += 1
+            size = 0.2 * max(p.shape) ** 0.5 * 1e-2  # Moonlight eq. 4
+            spread = torch.linalg.svdvals(moved) / size
+            assert 0.6 < spread[: len(spread) // 2].min() < spread.max() < 1.4, name
+            assert set(state) - {"master"} == {"momentum_buffer"}
+        else:
+            torch.testing.assert_close(moved, -1e-2 * slopes[name].sign(), rtol=1e-3, atol=1e-6)
+    assert hidden >= 7
 
 
 # bfloat16 weights or products: what is small is computed in float32.
