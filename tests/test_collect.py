@@ -211,6 +211,21 @@ def test_every_epoch_holds_each_row_once(size, count, seed):
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
 
 
+def every_epoch_has_an_order_of_its_own() -> None:
+    """Raise AssertionError if two epochs, or two seeds, take the rows in one order."""
+    task, policy, orders = Many(), make_policy(), set()
+    for seed in range(3):
+        parts = {"env": ChatEnv(task), "generator": policy, "runtime": Runtime("/tmp", seed=seed)}
+        source = Rollouts(task=task, **parts, size=8)  # every row
+        for epoch in range(3):
+            orders.add(tuple(row["answer"] for row in source.prompts(epoch).get("row").tolist()))
+    assert len(orders) == 9
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    every_epoch_has_an_order_of_its_own()
+
+
 def test_prompts_are_a_function_of_seed_and_iteration(tmp_path):
     source, later = rollouts(Runtime(tmp_path, seed=3)), rollouts(Runtime(tmp_path, seed=3))
     first = source.prompts(5)

@@ -11,15 +11,15 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Reply, Reward
 from policies import load_policy, load_reference
-from trainer.evaluation import Evaluate
+from trainer.evaluation import Evaluate, sample
 from trainer.metrics import summarize
 from trainer.reference import Reference
 from trainer.runtime import Runtime
 from trainer.transcripts import transcript, transcripts
 
 MASK = torch.tensor(
-    [[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
-).bool()
+    [[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]]
+).bool()  # [B, T]; in row 3 a tool speaks between two turns
 REWARDS = [1.0, 0.0, 0.5, 0.5, 2.0, 2.0]
 
 
@@ -55,7 +55,7 @@ class TwoRanks(Runtime):
         return {k: 2 * v for k, v in values.items()}
 
 
-def test_every_mean_is_over_its_rows_or_kept_tokens_of_all_ranks(tmp_path):
+def means_are_over_their_rows_or_tokens() -> None:
     got = summarize(batch(), one_process())
     tokens, sampled = 9, 12  # 2 + 1 + 3 + 2 + 0 + 1; the filter leaves the KL of row 4
     k1 = 0.5 * 9 - 0.2 * 3
@@ -74,7 +74,12 @@ def test_every_mean_is_over_its_rows_or_kept_tokens_of_all_ranks(tmp_path):
         "group/zero_variance_fraction": 2 / 3,
     }
     assert got == pytest.approx(want, abs=1e-6)
-    assert summarize(batch(), TwoRanks(tmp_path)) == pytest.approx(got)
+
+
+def test_every_mean_is_over_its_rows_or_kept_tokens_of_all_ranks(tmp_path):
+    means_are_over_their_rows_or_tokens()
+    alone = summarize(batch(), one_process())
+    assert summarize(batch(), TwoRanks(tmp_path)) == pytest.approx(alone)
 
 
 def test_a_batch_whose_replies_were_all_dropped_has_no_reward_and_no_kl():
@@ -177,18 +182,35 @@ def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(drops, kept):
     def hear(name: str, batch: TensorDictBase, _: list[int]) -> None:
         played.extend([batch] * (name == "sampled"))
 
-    reference = Reference(policy, load_reference(other))
-    scores, _ = evaluate(Marked(drops), retrieve_kl=reference)(0, on_batch=hear)
+    reference, temperature = Reference(policy, load_reference(other)), 0.6
+    options = {"retrieve_kl": reference, "temperature": temperature}
+    scores, _ = evaluate(Marked(drops), **options)(0, on_batch=hear)
     sums, count = [], 0
     for row in (row for batch in played for row in batch if not row["dropped"]):
         real = row["masks", "all_attention_mask"]
         ids, sampled = row["tokens", "full"][real], row["masks", "all_response_mask"][real]
-        mine, theirs = (plain_log_probs(m, ids, 1.0)[sampled].sum() for m in (policy, other))
-        sums.append((mine - theirs).item())
+        mine, theirs = (plain_log_probs(model, ids, temperature) for model in (policy, other))
+        sums.append((mine - theirs)[sampled].sum().item())
         count += int(sampled.sum())
     assert len(sums) == kept
     assert scores["eval/kl_ref_sequence"] == pytest.approx(sum(sums) / kept, rel=1e-4)
     assert scores["eval/kl_ref"] == pytest.approx(sum(sums) / count, rel=1e-4)
+
+
+def a_frontier_is_of_replies_at_temperature_one() -> None:
+    """Raise AssertionError unless eval.temperature does not change the replies of a frontier."""
+    at_one: list[list[float]] = []
+
+    def hear(_: str, batch: TensorDictBase, rows: list[int]) -> None:
+        at_one.extend(batch["reward_raw"].sum(-1).view(len(rows), -1).tolist())
+
+    evaluate(Words(), num_samples=4, greedy=False)(0, on_batch=hear)
+    found = sample(evaluate(Words(), temperature=0.2), 4)
+    assert (found["rows"], found["reward"]) == ([0, 1, 2, 3], at_one)
+
+
+def test_a_frontier_is_sampled_at_temperature_one():
+    a_frontier_is_of_replies_at_temperature_one()
 
 
 def test_chunks_and_rows_left_out_change_no_reply():
