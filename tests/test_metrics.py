@@ -41,6 +41,8 @@ def batch() -> TensorDict:
     td["kl_penalty"] = gen - ref
     td["advantage"] = torch.arange(24.0).reshape(6, 4) * MASK
     td["truncated"] = torch.tensor([True, False, True, False, False, False])
+    td["logged", "each/token"] = torch.ones(6, 4)
+    td["logged", "each/row"] = torch.arange(6.0)
     td["group_id"] = torch.tensor([4, 4, 0, 0, 2, 2])
     td["prompt"] = NonTensorStack(*[f"prompt {i}" for i in range(6)])
     td["response"] = NonTensorStack(*[f"response {i}" for i in range(6)])
@@ -72,6 +74,8 @@ def means_are_over_their_rows_or_tokens() -> None:
         "response/length_max": 3.0,
         "response/truncated_fraction": 2 / 6,
         "group/zero_variance_fraction": 2 / 3,
+        "each/token": 1.0,
+        "each/row": 15 / 6,
     }
     assert got == pytest.approx(want, abs=1e-6)
 
@@ -80,6 +84,8 @@ def test_every_mean_is_over_its_rows_or_kept_tokens_of_all_ranks(tmp_path):
     means_are_over_their_rows_or_tokens()
     alone = summarize(batch(), one_process())
     assert summarize(batch(), TwoRanks(tmp_path)) == pytest.approx(alone)
+    ungrouped = batch()[torch.tensor([0, 2, 4])]
+    assert "group/zero_variance_fraction" not in summarize(ungrouped, one_process())
 
 
 def test_a_batch_whose_replies_were_all_dropped_has_no_reward_and_no_kl():
@@ -89,6 +95,7 @@ def test_a_batch_whose_replies_were_all_dropped_has_no_reward_and_no_kl():
     assert (got["reward/errors"], got["reward/dropped_fraction"]) == (6, 1)
     measured = ("reward/mean", "reward/raw_mean", "reward/std", "reward_part/length")
     gone = {*measured, "kl/ref", "kl/ref_k3", "kl/ref_sequence", "group/zero_variance_fraction"}
+    gone.add("each/token")
     assert full.keys() - got.keys() == gone
 
 
@@ -155,7 +162,7 @@ def evaluate(task=None, **options) -> Evaluate:
     task = task or Marked()
     parts = {"task": task, "generator": make_policy(), "runtime": one_process()}
     parts["env"] = ChatEnv(task)
-    return Evaluate(**parts, **{"num_samples": 3, "prompts_per_batch": 3, **options})
+    return Evaluate(**{**parts, "num_samples": 3, "prompts_per_batch": 3, **options})
 
 
 def test_rows_weigh_alike_in_a_short_last_chunk_and_one_right_sample_solves_a_row():
@@ -195,6 +202,7 @@ def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(drops, kept):
     assert len(sums) == kept
     assert scores["eval/kl_ref_sequence"] == pytest.approx(sum(sums) / kept, rel=1e-4)
     assert scores["eval/kl_ref"] == pytest.approx(sum(sums) / count, rel=1e-4)
+    assert (scores["eval/sampled_accuracy"], scores["eval/pass@3"]) == (1 / 3, 1)
 
 
 def a_frontier_is_of_replies_at_temperature_one() -> None:
@@ -209,12 +217,20 @@ def a_frontier_is_of_replies_at_temperature_one() -> None:
     assert (found["rows"], found["reward"]) == ([0, 1, 2, 3], at_one)
 
 
+def test_a_frontier_leaves_out_what_the_task_drops_and_counts_it():
+    found = sample(evaluate(Marked(drops=True)), 4)
+    assert (found["asked"], found["rows"]) == (4, [1, 2, 3])
+
+
 def test_a_frontier_is_sampled_at_temperature_one():
     a_frontier_is_of_replies_at_temperature_one()
 
 
-def test_chunks_and_rows_left_out_change_no_reply():
+def test_the_seed_alone_changes_a_reply(tmp_path):
     whole = evaluate()(0)[1]
+    other = evaluate(runtime=Runtime(tmp_path, seed=1))(0)[1]
+    pairs = zip(whole, other, strict=True)
+    assert all(one["response"] != two["response"] for one, two in pairs)
     _, records = evaluate(prompts_per_batch=1, max_rows=2, greedy=False)(9)
     assert [r["response"] for r in records] == [r["response"] for r in whole[:2]]
     made = evaluate(every=4)
