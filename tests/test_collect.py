@@ -56,6 +56,8 @@ def test_each_turns_reward_stands_on_its_last_sampled_token(uneven):
         assert torch.equal(uneven["reward_raw"][i], want)
         assert uneven["reward_part", "turn"][i] == sum(range(turns + 1))
         assert uneven["success"][i]
+        ended = int(uneven["tokens", "full"][i, places[-1][1]]) in make_policy().stop_ids
+        assert uneven["truncated"][i] == (not ended), "only the last turn says so"
     assert uneven["group_id"].tolist() == [g for g in range(3) for _ in range(6)]
     assert uneven["policy_version"].tolist() == [7] * 18, "of the weights that sampled"
 
@@ -213,13 +215,16 @@ def test_every_epoch_holds_each_row_once(size, count, seed):
 
 def every_epoch_has_an_order_of_its_own() -> None:
     """Raise AssertionError if two epochs, or two seeds, take the rows in one order."""
-    task, policy, orders = Many(), make_policy(), set()
+    task, policy = Many(), make_policy()
+    played, shown = set(), set()
     for seed in range(3):
-        parts = {"env": ChatEnv(task), "generator": policy, "runtime": Runtime("/tmp", seed=seed)}
-        source = Rollouts(task=task, **parts, size=8)  # every row
+        parts = {"task": task, "env": ChatEnv(task), "runtime": Runtime("/tmp", seed=seed)}
+        source = Rollouts(**parts, generator=policy, size=8)  # every row
+        data = Demonstrations(**parts, policy=policy, size=8)
         for epoch in range(3):
-            orders.add(tuple(row["answer"] for row in source.prompts(epoch).get("row").tolist()))
-    assert len(orders) == 9
+            played.add(tuple(row["answer"] for row in source.prompts(epoch).get("row").tolist()))
+            shown.add(str(data(epoch)["tokens", "full"].tolist()))
+    assert len(played) == len(shown) == 9
 
 
 def test_every_epoch_has_an_order_of_its_own():
