@@ -151,6 +151,9 @@ class Marked(Words):
         super().__init__()
         self.drops, self.count = drops, 0
 
+    def label(self, row: dict) -> str:
+        return "first" if row == self.rows("eval")[0] else "rest"
+
     def reward(self, row: dict, reply: Reply) -> Reward:
         self.count += 1
         first = row["answer"] == self.rows("eval")[0]["answer"]
@@ -172,7 +175,11 @@ def test_rows_weigh_alike_in_a_short_last_chunk_and_one_right_sample_solves_a_ro
     assert scores == {
         "eval/sampled_accuracy": 2 / 8,  # of the chunks of 6 and 2 sampled replies: 3 and 6,
         "eval/pass@2": 2 / 4,
+        "eval/sampled_accuracy/first": 0,
+        "eval/sampled_accuracy/rest": 2 / 6,
         "eval/greedy_accuracy": 2 / 4,  # then of the 4 greedy ones 9 and 12
+        "eval/greedy_accuracy/first": 1,
+        "eval/greedy_accuracy/rest": 1 / 3,
         "eval/reward": sum(map(len, texts)) / 4,
     }
     assert shares == [0, 6 / 12, 8 / 12]
