@@ -31,10 +31,16 @@ from kl_tables import the_weighed_kl_is_the_reverse_one_whoever_sampled
 from plain_values import values_are_those_of_a_plain_forward
 from test_advantage import leaves_the_baseline
 from test_algorithms import PAPERS, agrees_with_its_paper
+from test_collect import every_epoch_has_an_order_of_its_own
 from test_entropy import the_bonus_is_that_of_a_plain_softmax
 from test_invariance import attends_reply_by_reply
 from test_leash import charged_once
+from test_metrics import (
+    a_frontier_is_of_replies_at_temperature_one,
+    means_are_over_their_rows_or_tokens,
+)
 from test_models import has_the_layers_of_transformers
+from test_update import kept_states_give_the_kl_of_a_pass
 
 from trainer.kl_control import ConstantKLController
 from trainer.surrogates import token_ratio
@@ -136,6 +142,45 @@ def with_k3s_gradient_alone(f):
     return loss_term
 
 
+def with_the_tools(f):
+    """Count the tokens between two sampled ones as sampled."""
+
+    def summarize(batch, runtime):
+        sampled = batch["masks", "all_response_mask"]  # [B, T]
+        after, before = sampled.cumsum(-1) > 0, sampled.flip(-1).cumsum(-1).flip(-1) > 0
+        return f(batch.set(("masks", "all_response_mask"), after & before), runtime)
+
+    return summarize
+
+
+def at_the_evaluations(f):
+    def plan(self, name, samples, temperature):
+        if name == "frontier":
+            temperature = self.plans[0][2].temperature
+        return f(self, name, samples, temperature)
+
+    return plan
+
+
+def states_at_temperature_one(f):
+    def retrieve(self, batch, *, keep_states=False):
+        given = batch["temperature"]
+        if keep_states:
+            batch["temperature"] = torch.ones_like(given)
+        return f(self, batch, keep_states=keep_states).set("temperature", given)
+
+    return retrieve
+
+
+def outside_the_loss(f):
+    def charge_reward(self, batch):
+        learnt = batch["loss_mask"]
+        batch["loss_mask"] = batch["masks", "all_response_mask"]
+        return f(self, batch).set("loss_mask", learnt)
+
+    return charge_reward
+
+
 def to_the_trainers_own(f):
     def loss_term(self, scores, batch):
         batch = batch.copy()
@@ -187,6 +232,11 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
         lambda self, scores, batch: f(replace(self, estimator="k3", where="loss"), scores, batch)
     ),
     "KL never charged": lambda f: lambda self, batch: f(replace(self, controller=NEVER), batch),
+    "KL outside the loss mask": outside_the_loss,
+    "tools in the divisor": with_the_tools,
+    "a frontier as eval samples": at_the_evaluations,
+    "states at temperature 1": states_at_temperature_one,
+    "every epoch in one order": lambda f: lambda size, seed: f(size, 0),
     "the reference has the adapter": lambda f: lambda model, adapter: nullcontext(),
     "GAE over tool tokens": lambda f: (
         lambda reward, value, mask, **options: (
@@ -245,6 +295,10 @@ LEFT_ONE_OUT = partial(leaves_the_baseline, "leave_one_out")
 WEIGHED = the_weighed_kl_is_the_reverse_one_whoever_sampled
 CORRECTED = a_bfloat16_generator_is_corrected
 PLAIN_VALUES = values_are_those_of_a_plain_forward
+MEANS = means_are_over_their_rows_or_tokens
+FRONTIER = a_frontier_is_of_replies_at_temperature_one
+KEPT_STATES = kept_states_give_the_kl_of_a_pass
+EPOCHS = every_epoch_has_an_order_of_its_own
 WITHOUT_ADAPTER = with_the_adapter_off_it_is_the_start_policy
 DIST, SAMPLE = "policies.token_distribution", "policies.wrappers.transformers_wrapper:sample"
 RENDERER = "policies.chats.chat_template:Renderer"
@@ -268,6 +322,11 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("KL in the loss too", IN_THE_REWARD, f"{LEASH}.loss_term"),
     ("KL never charged", IN_THE_REWARD, f"{LEASH}.charge_reward"),
     ("KL of some turns only", contracts.one_leash, f"{KL}._step"),
+    ("KL outside the loss mask", IN_THE_REWARD, f"{LEASH}.charge_reward"),
+    ("tools in the divisor", MEANS, "test_metrics:summarize"),
+    ("a frontier as eval samples", FRONTIER, "trainer.evaluation:Evaluate.plan"),
+    ("states at temperature 1", KEPT_STATES, "trainer.reference:Reference.__call__"),
+    ("every epoch in one order", EPOCHS, "trainer.sources:_order"),
     ("the reference has the adapter", WITHOUT_ADAPTER, "policies.lora:using"),
     ("GAE over tool tokens", agrees_with_the_paper, GAE),
     ("a limit goes on", agrees_with_the_paper, GAE),

@@ -16,8 +16,8 @@ COEFF, LOW, HIGH = 0.3, 0.1, 0.3
 
 
 def double_policy() -> TransformersWrapper:
-    """Return a policy of one test alone, in float64."""
-    policy = make_policy.__wrapped__()
+    """Return a policy of one test alone, in float64; it does not sample at temperature 1."""
+    policy = make_policy.__wrapped__(temperature=0.7)
     policy.model.double()
     return policy
 
@@ -47,9 +47,9 @@ def gradient(policy, objective, batch, **options) -> tuple[Tensor, dict]:
     return torch.cat(optimizer.grads), metrics
 
 
-def tables(model, ids: Tensor) -> Tensor:
+def tables(model, ids: Tensor, temperature: Tensor) -> Tensor:
     """Return log p(. | tokens < t) for each t from 1 on, [t - 1, V], by one plain forward."""
-    return model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    return (model(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
 
 
 def each_token(model, batch) -> Iterator[tuple[int, int, int, Tensor]]:
@@ -59,7 +59,7 @@ def each_token(model, batch) -> Iterator[tuple[int, int, int, Tensor]]:
     """
     for i, row in enumerate(batch["tokens", "full"]):
         ids = row[batch["masks", "all_attention_mask"][i]]
-        table = tables(model, ids)
+        table = tables(model, ids, batch["temperature"][i])
         for t in batch["loss_mask"][i].nonzero().squeeze(-1).tolist():
             yield i, t, int(ids[t]), table[t - 1]
 

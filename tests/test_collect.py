@@ -20,7 +20,7 @@ from policies.load import load_reference
 from policies.random import fold
 from policies.scorer import Critic
 from trainer.batch import KEYS
-from trainer.collect import collect
+from trainer.collect import RESPONSE, collect
 from trainer.demonstrations import Demonstrations
 from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
@@ -213,6 +213,24 @@ def test_every_epoch_holds_each_row_once(size, count, seed):
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
 
 
+def every_epoch_has_an_order_of_its_own() -> None:
+    """Raise AssertionError if two epochs, or two seeds, take the rows in one order."""
+    task, policy = Many(), make_policy()
+    played, shown = set(), set()
+    for seed in range(3):
+        parts = {"task": task, "env": ChatEnv(task), "runtime": Runtime("/tmp", seed=seed)}
+        source = Rollouts(**parts, generator=policy, size=8)  # every row
+        data = Demonstrations(**parts, policy=policy, size=8)
+        for epoch in range(3):
+            played.add(tuple(row["answer"] for row in source.prompts(epoch).get("row").tolist()))
+            shown.add(str(data(epoch)["tokens", "full"].tolist()))
+    assert len(played) == len(shown) == 9
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    every_epoch_has_an_order_of_its_own()
+
+
 def test_prompts_are_a_function_of_seed_and_iteration(tmp_path):
     source, later = rollouts(Runtime(tmp_path, seed=3)), rollouts(Runtime(tmp_path, seed=3))
     first = source.prompts(5)
@@ -244,6 +262,16 @@ def test_what_a_reward_writes_into_its_row_is_in_no_later_prompt():
         evaluate = Evaluate(**parts, env=ChatEnv(task), num_samples=2)
         found[type(task)] = texts, evaluate(0), evaluate(0)
     assert found[Writing] == found[Words]
+
+
+def test_with_the_prompt_mask_the_last_turn_alone_is_learnt():
+    task = Words(2)
+    parts = {"task": task, "generator": make_policy(), "runtime": one_process(), "size": 2}
+    env = ChatEnv(task, group_size=G, max_turns=2)
+    batch = Rollouts(**parts, env=env, mask="prompt")(0)
+    for sampled, learnt in zip(batch[RESPONSE].tolist(), batch["loss_mask"].tolist(), strict=True):
+        assert len(runs(sampled)) == 2
+        assert runs(learnt) == runs(sampled)[1:]
 
 
 # Dynamic sampling.

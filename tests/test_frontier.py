@@ -115,6 +115,9 @@ def test_a_curve_begins_at_the_reference_rises_and_ends_where_its_samples_do():
         assert (np.diff(drawn.value) > 0).all()
         assert drawn.kl[-1] <= math.log(64 / share)
         assert (drawn.low <= drawn.high).all()
+        width = drawn.high[0] - drawn.low[0]  # of the mean reward: 90 % of a normal distribution
+        error = rewards.std(1).mean() / rewards.size**0.5
+        assert width == pytest.approx(2 * 1.645 * error, rel=0.25)
     nearly = ConfidenceBand(
         (draw.random((5, 64)) < 0.7).astype(float)
     ).curve()  # the band would pass 1

@@ -35,6 +35,8 @@ def test_values_that_are_no_numbers_are_an_error_and_leave_the_coefficient():
     for control in steered():
         with pytest.raises(ValueError, match="finite"):
             control.update([1.0, math.nan])
+        with pytest.raises(ValueError, match="kl_values"):
+            control.update(None)
         assert control.coeff == 0.1
         assert type(control.update([torch.tensor(7.0)])) is float
 

@@ -12,6 +12,7 @@ from contracts import G, leash, one_process
 from invariance import ALGORITHMS, step
 from steps import Record, kept_log_probs, make_update
 from tensordict import TensorDict
+from torch import Tensor
 
 from conf.build import build
 from policies.scorer import Critic, Scores
@@ -32,7 +33,9 @@ def run(name: str, own: Leash, *, judged_by: Leash | None = None):
     if critic := algorithm.get("critic"):
         policy.scorer.critic = Critic(policy.scorer, **critic).double()
     parts = {"leash": judged_by or own, "policy": policy, "runtime": runtime}
-    batch = build(algorithm.advantage, algorithm, **parts)(case.batch.clone())
+    batch = case.batch.clone()
+    batch["loss_mask"] = without_the_first(batch["loss_mask"])
+    batch = build(algorithm.advantage, algorithm, **parts)(batch)
     objective = build(algorithm.objective, algorithm, leash=own)
     optimizer = Record(policy.scorer.parameters())
     update = make_update(policy, objective, optimizer, aggregation=algorithm.aggregation)
@@ -40,6 +43,11 @@ def run(name: str, own: Leash, *, judged_by: Leash | None = None):
         return batch, update(batch.clone())
     finally:
         policy.scorer.critic = None
+
+
+def without_the_first(mask: Tensor) -> Tensor:
+    """Remove a row's first token, if it has others, as algorithm.mask removes earlier turns."""
+    return mask & ((mask.cumsum(-1) > 1) | (mask.sum(-1, keepdim=True) == 1))  # [B, T]
 
 
 def charged_once(name: str, where: str) -> None:

@@ -11,15 +11,15 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Reply, Reward
 from policies import load_policy, load_reference
-from trainer.evaluation import Evaluate
+from trainer.evaluation import Evaluate, sample
 from trainer.metrics import summarize
 from trainer.reference import Reference
 from trainer.runtime import Runtime
 from trainer.transcripts import transcript, transcripts
 
 MASK = torch.tensor(
-    [[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
-).bool()
+    [[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]]
+).bool()  # [B, T]; in row 3 a tool speaks between two turns
 REWARDS = [1.0, 0.0, 0.5, 0.5, 2.0, 2.0]
 
 
@@ -41,6 +41,8 @@ def batch() -> TensorDict:
     td["kl_penalty"] = gen - ref
     td["advantage"] = torch.arange(24.0).reshape(6, 4) * MASK
     td["truncated"] = torch.tensor([True, False, True, False, False, False])
+    td["logged", "each/token"] = torch.ones(6, 4)
+    td["logged", "each/row"] = torch.arange(6.0)
     td["group_id"] = torch.tensor([4, 4, 0, 0, 2, 2])
     td["prompt"] = NonTensorStack(*[f"prompt {i}" for i in range(6)])
     td["response"] = NonTensorStack(*[f"response {i}" for i in range(6)])
@@ -55,7 +57,7 @@ class TwoRanks(Runtime):
         return {k: 2 * v for k, v in values.items()}
 
 
-def test_every_mean_is_over_its_rows_or_kept_tokens_of_all_ranks(tmp_path):
+def means_are_over_their_rows_or_tokens() -> None:
     got = summarize(batch(), one_process())
     tokens, sampled = 9, 12  # 2 + 1 + 3 + 2 + 0 + 1; the filter leaves the KL of row 4
     k1 = 0.5 * 9 - 0.2 * 3
@@ -72,9 +74,18 @@ def test_every_mean_is_over_its_rows_or_kept_tokens_of_all_ranks(tmp_path):
         "response/length_max": 3.0,
         "response/truncated_fraction": 2 / 6,
         "group/zero_variance_fraction": 2 / 3,
+        "each/token": 1.0,
+        "each/row": 15 / 6,
     }
     assert got == pytest.approx(want, abs=1e-6)
-    assert summarize(batch(), TwoRanks(tmp_path)) == pytest.approx(got)
+
+
+def test_every_mean_is_over_its_rows_or_kept_tokens_of_all_ranks(tmp_path):
+    means_are_over_their_rows_or_tokens()
+    alone = summarize(batch(), one_process())
+    assert summarize(batch(), TwoRanks(tmp_path)) == pytest.approx(alone)
+    ungrouped = batch()[torch.tensor([0, 2, 4])]
+    assert "group/zero_variance_fraction" not in summarize(ungrouped, one_process())
 
 
 def test_a_batch_whose_replies_were_all_dropped_has_no_reward_and_no_kl():
@@ -84,6 +95,7 @@ def test_a_batch_whose_replies_were_all_dropped_has_no_reward_and_no_kl():
     assert (got["reward/errors"], got["reward/dropped_fraction"]) == (6, 1)
     measured = ("reward/mean", "reward/raw_mean", "reward/std", "reward_part/length")
     gone = {*measured, "kl/ref", "kl/ref_k3", "kl/ref_sequence", "group/zero_variance_fraction"}
+    gone.add("each/token")
     assert full.keys() - got.keys() == gone
 
 
@@ -139,6 +151,9 @@ class Marked(Words):
         super().__init__()
         self.drops, self.count = drops, 0
 
+    def label(self, row: dict) -> str:
+        return "first" if row == self.rows("eval")[0] else "rest"
+
     def reward(self, row: dict, reply: Reply) -> Reward:
         self.count += 1
         first = row["answer"] == self.rows("eval")[0]["answer"]
@@ -150,7 +165,7 @@ def evaluate(task=None, **options) -> Evaluate:
     task = task or Marked()
     parts = {"task": task, "generator": make_policy(), "runtime": one_process()}
     parts["env"] = ChatEnv(task)
-    return Evaluate(**parts, **{"num_samples": 3, "prompts_per_batch": 3, **options})
+    return Evaluate(**{**parts, "num_samples": 3, "prompts_per_batch": 3, **options})
 
 
 def test_rows_weigh_alike_in_a_short_last_chunk_and_one_right_sample_solves_a_row():
@@ -160,7 +175,11 @@ def test_rows_weigh_alike_in_a_short_last_chunk_and_one_right_sample_solves_a_ro
     assert scores == {
         "eval/sampled_accuracy": 2 / 8,  # of the chunks of 6 and 2 sampled replies: 3 and 6,
         "eval/pass@2": 2 / 4,
+        "eval/sampled_accuracy/first": 0,
+        "eval/sampled_accuracy/rest": 2 / 6,
         "eval/greedy_accuracy": 2 / 4,  # then of the 4 greedy ones 9 and 12
+        "eval/greedy_accuracy/first": 1,
+        "eval/greedy_accuracy/rest": 1 / 3,
         "eval/reward": sum(map(len, texts)) / 4,
     }
     assert shares == [0, 6 / 12, 8 / 12]
@@ -177,22 +196,48 @@ def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(drops, kept):
     def hear(name: str, batch: TensorDictBase, _: list[int]) -> None:
         played.extend([batch] * (name == "sampled"))
 
-    reference = Reference(policy, load_reference(other))
-    scores, _ = evaluate(Marked(drops), retrieve_kl=reference)(0, on_batch=hear)
+    reference, temperature = Reference(policy, load_reference(other)), 0.6
+    options = {"retrieve_kl": reference, "temperature": temperature}
+    scores, _ = evaluate(Marked(drops), **options)(0, on_batch=hear)
     sums, count = [], 0
     for row in (row for batch in played for row in batch if not row["dropped"]):
         real = row["masks", "all_attention_mask"]
         ids, sampled = row["tokens", "full"][real], row["masks", "all_response_mask"][real]
-        mine, theirs = (plain_log_probs(m, ids, 1.0)[sampled].sum() for m in (policy, other))
-        sums.append((mine - theirs).item())
+        mine, theirs = (plain_log_probs(model, ids, temperature) for model in (policy, other))
+        sums.append((mine - theirs)[sampled].sum().item())
         count += int(sampled.sum())
     assert len(sums) == kept
     assert scores["eval/kl_ref_sequence"] == pytest.approx(sum(sums) / kept, rel=1e-4)
     assert scores["eval/kl_ref"] == pytest.approx(sum(sums) / count, rel=1e-4)
+    assert (scores["eval/sampled_accuracy"], scores["eval/pass@3"]) == (1 / 3, 1)
 
 
-def test_chunks_and_rows_left_out_change_no_reply():
+def a_frontier_is_of_replies_at_temperature_one() -> None:
+    """Raise AssertionError unless eval.temperature does not change the replies of a frontier."""
+    at_one: list[list[float]] = []
+
+    def hear(_: str, batch: TensorDictBase, rows: list[int]) -> None:
+        at_one.extend(batch["reward_raw"].sum(-1).view(len(rows), -1).tolist())
+
+    evaluate(Words(), num_samples=4, greedy=False)(0, on_batch=hear)
+    found = sample(evaluate(Words(), temperature=0.2), 4)
+    assert (found["rows"], found["reward"]) == ([0, 1, 2, 3], at_one)
+
+
+def test_a_frontier_leaves_out_what_the_task_drops_and_counts_it():
+    found = sample(evaluate(Marked(drops=True)), 4)
+    assert (found["asked"], found["rows"]) == (4, [1, 2, 3])
+
+
+def test_a_frontier_is_sampled_at_temperature_one():
+    a_frontier_is_of_replies_at_temperature_one()
+
+
+def test_the_seed_alone_changes_a_reply(tmp_path):
     whole = evaluate()(0)[1]
+    other = evaluate(runtime=Runtime(tmp_path, seed=1))(0)[1]
+    pairs = zip(whole, other, strict=True)
+    assert all(one["response"] != two["response"] for one, two in pairs)
     _, records = evaluate(prompts_per_batch=1, max_rows=2, greedy=False)(9)
     assert [r["response"] for r in records] == [r["response"] for r in whole[:2]]
     made = evaluate(every=4)

@@ -74,7 +74,8 @@ def slow_ppo(policy, batch, value_clip: float | None) -> dict[str, float]:
         ids, keep = batch["tokens", "full"][i][real], batch["loss_mask"][i][real]
         gen, old = batch["log_probs", "full"][i][real], batch["value"][i][real]
         advantage, returns = batch["advantage"][i][real], batch["returns"][i][real]
-        table, value = tables(policy.model, ids), plain_values(policy, ids)
+        table = tables(policy.model, ids, batch["temperature"][i])  # [t - 1, V]
+        value = plain_values(policy, ids)  # [t]
         for t in range(1, len(ids)):
             if not keep[t]:
                 continue

@@ -68,6 +68,19 @@ def slow_grpo(policy, reference, batch, aggregation: str, estimator: str) -> flo
     return backward(policy, losses, aggregation)
 
 
+def with_states(policy, reference, batch: TensorDict) -> TensorDict:
+    """Return the batch with the reference's states, after a check that its KL is the same."""
+    kept = Reference(policy, reference)(batch.clone(), keep_states=True)
+    torch.testing.assert_close(kept["kl_penalty"], batch["kl_penalty"], rtol=0, atol=1e-12)
+    return kept
+
+
+def kept_states_give_the_kl_of_a_pass() -> None:
+    policy = double_policy()
+    batch, reference = prepared(policy)
+    with_states(policy, reference, batch)
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 @pytest.mark.parametrize("estimator", ["k2", "k3", "full", "k3_ratio"])
 def test_grpo_gradient_is_that_of_a_loop_over_tokens(policy, aggregation, estimator):
@@ -85,8 +98,7 @@ def test_grpo_gradient_is_that_of_a_loop_over_tokens(policy, aggregation, estima
     assert 0 < metrics["policy/clip_fraction"] < 1
     assert metrics["optim/grad_norm"] == pytest.approx(float(want.norm()), rel=1e-5)
     if estimator == "full":  # from the states of the score phase: no other pass of the body
-        kept = Reference(policy, reference)(batch.clone(), keep_states=True)
-        torch.testing.assert_close(kept["kl_penalty"], batch["kl_penalty"], rtol=0, atol=1e-12)
+        kept = with_states(policy, reference, batch)
         reference.model.base_model.register_forward_hook(lambda *_: pytest.fail("a second pass"))
         policy.model.zero_grad()
         again, _ = gradient(policy, made, kept, micro_batch_tokens=120, **options)

@@ -175,7 +175,7 @@ class AdaptiveKLController(TargetKLController):
 
     def update(self, kl_values: Sequence[float]) -> float:
         """Return the next coefficient from KL rewards with the current one; stays without any."""
-        return super().update([-value / self.coeff for value in kl_values])
+        return super().update([-value / self.coeff for value in floats(kl_values)])
 
 
 class BudgetKLController(KLControllerBase):
@@ -259,6 +259,8 @@ CONTROLLERS: dict[str, Callable[..., KLControllerBase]] = {
 
 def floats(values: Sequence[float]) -> list[float]:
     """Return the values as floats; ValueError unless all are finite."""
+    if values is None:
+        raise ValueError("expected kl_values, got None; give the KL of each sequence, or []")
     out = [float(value) for value in values]
     if not all(map(math.isfinite, out)):
         raise ValueError(f"expected finite KL values, got {out}")

@@ -58,7 +58,7 @@ class RayTransform(PassesSpecs):
         make: Callable[..., Transform],
         *,
         num_cpus: float | None = None,
-        num_gpus: float | None = None,
+        num_gpus: float = 0,
         device: torch.device | str | None = None,
         actor_name: str | None = None,
         **kwargs: Any,
@@ -67,7 +67,7 @@ class RayTransform(PassesSpecs):
             raise ValueError("expected detach=True, got False: no gradient crosses Ray")
         super().__init__()
         ray = start_ray()
-        resources = {"num_cpus": 1 if num_cpus is None else num_cpus, "num_gpus": num_gpus or 0}
+        resources = {"num_cpus": 1 if num_cpus is None else num_cpus, "num_gpus": num_gpus}
         self.actor_name = actor_name
         arguments = {**resources, "device": device and str(device), **kwargs}
         self._settings = {"make": getattr(make, "__qualname__", repr(make))}
@@ -166,7 +166,7 @@ class RayRetrieveKL(RayTransform):
         gen_model_factory: Callable[[], LLMWrapperBase] | None = None,
         ref_model_factory: Callable[[], LLMWrapperBase] | None = None,
         num_cpus: float | None = None,
-        num_gpus: float | None = None,
+        num_gpus: float = 0,
         device: torch.device | str | None = None,
         actor_name: str | None = None,
         **kwargs: Any,
@@ -209,7 +209,7 @@ class RayKLRewardTransform(RayTransform):
         *,
         ref_model_factory: Callable[[], LLMWrapperBase] | None = None,
         num_cpus: float | None = None,
-        num_gpus: float | None = None,
+        num_gpus: float = 0,
         device: torch.device | str | None = None,
         actor_name: str | None = None,
         **kwargs: Any,

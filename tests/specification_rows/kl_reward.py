@@ -226,7 +226,7 @@ class Tripled(Transform):
 
 @S3.rows()
 def before_ray():
-    last = "ref_model_factory=None, num_cpus=None, device=None, actor_name=None"
+    last = "ref_model_factory=None, num_cpus=None, num_gpus=0, device=None, actor_name=None"
     yield "RayKLRewardTransform(ref_model, *, ref_model_factory, num_cpus, num_gpus, ...)"
     defaults(RayKLRewardTransform, f"ref_model=None, {last}")
     yield "RayRetrieveKL(gen_model, ref_model, *, factories, num_cpus, num_gpus, ...)"
