@@ -177,20 +177,20 @@ def interpreter() -> str:
 def _kill_marked(mark: int) -> None:
     """Kill the processes with this mark, until there is no other one."""
     killed = set[int]()
-    while found := _marked(mark) - killed:
-        for number in found:
-            with suppress(ProcessLookupError):
+    while left := _marked(mark) - killed:
+        for number in left:
+            with suppress(OSError):  # it has ended, or runs as another user (sudo)
                 os.kill(number, signal.SIGKILL)
-        killed |= found
+        killed |= left
 
 
 def _marked(mark: int) -> set[int]:
-    found = set[int]()
+    marked = set[int]()
     for limits in Path("/proc").glob("[0-9]*/limits"):
         with suppress(OSError):  # the process has ended
             if f" {mark} " in limits.read_text():
-                found.add(int(limits.parent.name))
-    return found
+                marked.add(int(limits.parent.name))
+    return marked
 
 
 def _works(words: list[str], user: dict[str, Any]) -> bool:
