@@ -12,8 +12,10 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +25,8 @@ ROLES = ("system", "user", "assistant", "tool")
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name or name; :subset is optional
 LARGE = 32 << 20  # bytes; larger data sets stay on disk
 EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # of paths: my.data, x/y.txt
+DEEPEST = 100  # levels of lists and objects in a row, as in Parquet
+JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # loaders
 
 
@@ -156,6 +160,7 @@ def load_table(dataset: str, *, split: str = "train") -> Table:
     for logger in (datasets.logging, huggingface_hub.logging):
         logger.set_verbosity(logging.CRITICAL)
     path = Path(dataset).expanduser()
+    _refuse_deep_rows(path.rglob("*") if path.is_dir() else map(Path, glob(str(path))))
     name, _, subset = (str(path), "", "") if path.is_dir() else dataset.partition(":")
     failures = (OSError, EOFError, ValueError, StopIteration, datasets.exceptions.DatasetsError)
     try:
@@ -196,6 +201,23 @@ def _load_file(path: Path) -> Any:
     return datasets.load_dataset(KINDS[kind], data_files=str(path), split="train", **options)
 
 
+def _refuse_deep_rows(files: Iterable[Path]) -> None:
+    """Raise ValueError for a row nested so deeply that pyarrow's JSON reader would crash on it."""
+    for file in files:
+        if _kind(file) not in (".json", ".jsonl"):
+            continue
+        depth = 0
+        with suppress(OSError, EOFError, zlib.error), _open(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                for bracket in re.findall(rb"[\[{\]}]", JSON_STRING.sub(b"", line)):
+                    depth += 1 if bracket in b"[{" else -1
+                    if depth > DEEPEST:
+                        raise ValueError(
+                            f"{file}, line {number}: expected at most {DEEPEST} levels of lists "
+                            "and objects in a row, got more; correct or remove the row"
+                        )
+
+
 def _broken_line(path: Path) -> str:
     """Return ", line N" for the first unreadable line of a .jsonl file, else ""."""
     if _kind(path) != ".jsonl" or not path.is_file():
@@ -211,6 +233,7 @@ def _broken_line(path: Path) -> str:
     return ""
 
 
-def _open(path: Path) -> IO[str]:
+def _open(path: Path, mode: str = "rt") -> IO[Any]:
     opener = gzip.open if path.suffix.lower() == ".gz" else open
-    return opener(path, "rt", encoding="utf-8-sig", newline="")
+    text = {"encoding": "utf-8-sig", "newline": ""} if mode == "rt" else {}
+    return opener(path, mode, **text)

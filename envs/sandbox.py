@@ -3,16 +3,20 @@
 The code cannot outlive its run, read the environment, stdin or packages, exceed its limits of
 memory, processes, file size and output, or keep files (its folder is removed).
 With bubblewrap (`bwrap`) it sees a read-only system, a private /tmp and /proc, no home and no
-network. Without it the code may use the network, access its user's files (root's code runs as
-nobody), and start a session that outlives it. The limit on processes counts all of a user.
+network. Without it the code may use the network and its user's files. Its processes, also those in
+sessions of their own, are found by a mark and killed; only code that takes aim at the mark, or
+forks faster than it is found, leaves some. Root's code runs as a new user in each call; any other
+user's code runs as that user, whose processes all count towards the limit, and could kill them.
 Left out on purpose: state between runs. Against a determined attacker use a container or a virtual
 machine.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -25,6 +29,9 @@ from pathlib import Path
 from typing import Any
 
 NOBODY = 65534
+FIRST_USER = 1 << 30  # of the users for root's code; bubblewrap takes none from 1 << 31
+SLOTS = 1 << 8  # users of one process: times the 1 << 22 process ids they end there
+_slots = itertools.count()
 FLAGS = ("-I", "-S", "-u", "-X", "utf8", "-c")
 BOOT = """
 import json, resource, sys, traceback
@@ -84,13 +91,16 @@ class Sandbox:
 
     def run(self, code: str) -> ExecutionResult:
         """Run code; its output goes to a file, bounded by `file_size`."""
+        user = _user()
+        mark = secrets.randbits(62)  # Linux does not enforce RLIMIT_RSS, and children inherit it
+        limits = {"RLIMIT_RSS": mark, **self._limits}
         with (
             tempfile.TemporaryDirectory(prefix="leash-code-", ignore_cleanup_errors=True) as folder,
             tempfile.TemporaryFile() as printed,
         ):
-            if os.geteuid() == 0:
-                os.chown(folder, NOBODY, NOBODY)
-            words = [interpreter(), *FLAGS, BOOT, json.dumps(self._limits)]
+            if user:
+                os.chown(folder, user["user"], user["group"])
+            words = [interpreter(), *FLAGS, BOOT, json.dumps(limits)]
             if inside := bubblewrap():
                 words = [*inside, "--bind", folder, folder, "--remount-ro", "/", *words]
             process = subprocess.Popen(
@@ -101,7 +111,7 @@ class Sandbox:
                 stdout=printed,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                **_user(),
+                **user,
             )
             try:
                 process.communicate(code.encode(errors="replace"), timeout=self.timeout)
@@ -113,6 +123,7 @@ class Sandbox:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+                _kill_marked(mark)
             printed.seek(0)
             output = printed.read(self.max_output + 1)
         text = output[: self.max_output].decode(errors="replace")
@@ -150,26 +161,60 @@ def bubblewrap() -> tuple[str, ...]:
         *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
         *("--perms", "1777", "--size", str(64 << 20), "--tmpfs", "/tmp", "--unshare-all"),
     )
-    return words if _works([*words, python, *FLAGS, "import socket"]) else ()
+    return words if _works([*words, python, *FLAGS, "import socket"], _user()) else ()
 
 
 @cache
 def interpreter() -> str:
-    """Return the Python that runs the code; RuntimeError if user nobody cannot read one."""
+    """Return the Python that runs the code; RuntimeError if its user cannot read one."""
     current = os.path.realpath(sys.executable)
     for python in (current, "/usr/bin/python3", "/usr/local/bin/python3"):
-        if _works([python, *FLAGS, "import socket"]):
+        if _works([python, *FLAGS, "import socket"], _user()):
             return python
-    raise RuntimeError(f"a sandbox of root runs as nobody, who cannot read {current}")
+    raise RuntimeError(f"code of root's sandbox runs as another user, who cannot read {current}")
 
 
-def _works(words: list[str]) -> bool:
+def _kill_marked(mark: int) -> None:
+    """Kill the processes with this mark, until there is no other one."""
+    killed = set[int]()
+    while left := _marked(mark) - killed:
+        for number in left:
+            with suppress(OSError):  # it has ended, or runs as another user (sudo)
+                os.kill(number, signal.SIGKILL)
+        killed |= left
+
+
+def _marked(mark: int) -> set[int]:
+    marked = set[int]()
+    for limits in Path("/proc").glob("[0-9]*/limits"):
+        with suppress(OSError):  # the process has ended
+            if f" {mark} " in limits.read_text():
+                marked.add(int(limits.parent.name))
+    return marked
+
+
+def _works(words: list[str], user: dict[str, Any]) -> bool:
     try:
-        return subprocess.run(words, capture_output=True, **_user()).returncode == 0
+        return subprocess.run(words, capture_output=True, **user).returncode == 0
     except OSError:
         return False
 
 
 def _user() -> dict[str, Any]:
-    """Return the user of the code: nobody if this process is root."""
-    return {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+    """Return the user of the code if this process is root: one that no other call has.
+
+    So calls share no limit on processes. It is nobody in a container that has few users.
+    """
+    if os.geteuid():
+        return {}
+    number = FIRST_USER + os.getpid() * SLOTS + next(_slots) % SLOTS
+    return _as_user(number if _has_users() else NOBODY)
+
+
+@cache
+def _has_users() -> bool:
+    return _works(["true"], _as_user(FIRST_USER))
+
+
+def _as_user(number: int) -> dict[str, Any]:
+    return {"user": number, "group": NOBODY, "extra_groups": []}

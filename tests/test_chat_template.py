@@ -3,6 +3,7 @@
 Also templates of strangers, a tokenizer without one, and policy.chat_template_kwargs.
 """
 
+import signal
 from functools import cache
 
 import pytest
@@ -233,6 +234,30 @@ def test_a_message_may_be_its_tool_calls_alone():
     tokenizer = make_tokenizer(calls)
     ids = Renderer(tokenizer).render([user("q"), called]).ids
     assert decode(tokenizer, ids) == "<|im_start|>q<|im_end|><|im_start|>add<|im_end|>"
+
+
+LOOP = "{% for i in range(100000) %}"
+CALLS = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}"
+
+
+@pytest.mark.parametrize(
+    ("added", "named"),
+    [
+        (LOOP + LOOP + "{% endfor %}{% endfor %}", "no end"),
+        (LOOP + "{% set x = range(100000)|sum %}{% endfor %}", "no end"),
+        (CALLS, "no end"),
+        ("{% set x = lipsum(n=1000000000) %}", "no end"),
+        (LOOP + "a row of many {% endfor %}", "characters"),
+        ("{{ 'a' * 10000000 }}", "characters"),
+    ],
+)
+def test_a_template_without_an_end_is_refused(added, named, monkeypatch):
+    monkeypatch.setattr("policies.chats.rendering.SECONDS", 0.5)
+    before = signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(ValueError, match=rf"{named}.*{KEY}=chatml"):
+        Renderer(make_tokenizer(CHATML + added))
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+    assert signal.getsignal(signal.SIGVTALRM) == before
 
 
 def test_a_tokenizer_that_cannot_render_is_refused():

@@ -79,6 +79,22 @@ def test_what_cannot_be_read_is_one_line(tmp_path, name, text, says):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("join", ["", "\n"])
+@pytest.mark.parametrize("dataset", ["d.jsonl", "d.json", "*.jsonl", "."])
+def test_a_row_nested_too_deeply_is_refused_before_it_is_parsed(tmp_path, dataset, join):
+    """A parser that calls itself for each level would exhaust its stack: the process dies."""
+    brackets = join.join(['{"a":'] * 100_000 + ["1"] + ["}"] * 100_000)
+    fine = json.dumps({"question": "[" * 101, "answer": [{"a": 1}] * 101}) + "\n"
+    name = dataset if dataset.startswith("d") else "d.jsonl"
+    (tmp_path / name).write_text(f'{fine}{fine}{{"question": "q", "answer": {brackets}}}')
+    with pytest.raises(
+        ValueError, match=rf"{name}, line \d+: expected at most 100 levels"
+    ) as caught:
+        load_table(str(tmp_path / dataset))
+    line = 3 if join == "" else 3 + 99  # the row itself is a level
+    assert f"line {line}:" in str(caught.value)
+
+
 def test_data_that_are_not_there_name_the_key(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     for name in (None, str(tmp_path / "no.jsonl"), "no-one/no-data:main"):

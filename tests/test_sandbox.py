@@ -1,6 +1,7 @@
 """Code that nobody has read: what it can do, and what it cannot."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -37,20 +38,46 @@ def test_what_fails_is_a_result(code, said):
     assert "BOOT" not in done.output, "frames of the sandbox are not the code's"
 
 
-def test_an_endless_loop_is_stopped_with_its_children():
+CHILDREN = [
+    "subprocess.Popen(child)",
+    "subprocess.Popen(child, start_new_session=True)",
+    "if not os.fork():\n"  # a daemon
+    "    os.setsid()\n"
+    "    os.chdir('/')\n"
+    "    os.fork() and os._exit(0)\n"
+    "    os.closerange(0, 64)\n"
+    "    os.execve(child[0], child, {})",
+]
+
+
+@pytest.mark.parametrize("start", CHILDREN)
+@pytest.mark.parametrize("end", ["", "while True: pass"])
+def test_the_end_of_the_code_is_the_end_of_its_children(start, end):
     marker = f"leash-marker-{os.getpid()}"
     code = (
-        "import subprocess, sys\n"
+        "import os, subprocess, sys, time\n"
         f"child = [sys.executable, '-c', 'import time; time.sleep(60)', '{marker}']\n"
-        "subprocess.Popen(child)\n"
+        f"{start}\n"
+        "time.sleep(0.2)\n"
         "print('started', flush=True)\n"
-        "while True: pass"
+        f"{end}"
     )
-    done = run(code, timeout=1)
-    assert not done.ok
-    assert done.output.startswith("started\n\n[stopped")
+    done = run(code, timeout=1.5, processes=10_000)  # a user other than root has some already
+    assert done.ok == (not end)
+    assert done.output.startswith("started\n\n[stopped" if end else "started\n")
     left = [p for p in psutil.process_iter(["cmdline"]) if marker in (p.info["cmdline"] or ())]
     assert not psutil.wait_procs(left, timeout=10)[1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a limit on processes counts all of a user")
+def test_calls_at_once_do_not_share_their_processes():
+    code = (
+        "import subprocess, sys\n"
+        "child = [sys.executable, '-c', 'import time; time.sleep(1)']\n"
+        "for started in [subprocess.Popen(child) for _ in range(9)]: started.wait()"
+    )
+    with ThreadPoolExecutor(2) as pool:
+        assert all(done.ok for done in pool.map(run, [code, code]))
 
 
 def test_a_fork_bomb_does_not_go_off():

@@ -10,11 +10,14 @@ Left out on purpose: slow tokenizers, which give no offsets.
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from threading import Lock
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -22,7 +25,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from policies.chats.templates import Template
 
-_RENDERING = Lock()  # threads share the compiled template's tracker of tagged spans
+SECONDS = 5.0  # of computing for one chat; real templates take milliseconds
+LONGEST = 1 << 20  # characters of a rendered chat that is over ten times as long as its messages
+_RENDERING = threading.Lock()  # threads share the compiled template's tracker of tagged spans
 _CACHE_SIZE = 512
 Message = dict[str, Any]
 Span = tuple[int, int]  # [start, end) in characters
@@ -107,6 +112,31 @@ def _add_no_blank(node: Any) -> None:
         _add_no_blank(value)
 
 
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Raise TimeoutError in a block that computes for more than `SECONDS`.
+
+    Signals reach the main thread alone; in other threads the block is not bounded. A call into C,
+    such as 10**10**10, is not interrupted.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    end = time.thread_time() + SECONDS
+
+    def look(*_: Any) -> None:  # other threads, too, advance the timer
+        if time.thread_time() > end:
+            raise TimeoutError(f"no end within {SECONDS:g} s of computing")
+
+    handler = signal.signal(signal.SIGVTALRM, look)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS / 10, SECONDS / 10)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
+
+
 def render_template(
     messages: Sequence[Message],
     template: str,
@@ -118,7 +148,7 @@ def render_template(
     """Return the rendered text and, if `tagged`, the spans of its generation tags."""
     chat = [{k: v for k, v in m.items() if v is not None} for m in messages]
     try:
-        with _RENDERING:
+        with _RENDERING, bounded():
             rendered: Any = render_jinja_template(
                 conversations=[chat],
                 chat_template=template,
@@ -127,8 +157,11 @@ def render_template(
                 **variables,
             )
     except Exception as error:  # a template may raise anything
-        raise ValueError(f"refuses a chat of {[m['role'] for m in messages]}: {error}") from error
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"refuses a chat of {[m['role'] for m in messages]}: {reason}") from error
     texts, spans = rendered
+    if len(texts[0]) > LONGEST and len(texts[0]) > 10 * len(str(chat)):
+        raise ValueError(f"writes {len(texts[0])} characters for a chat of {len(str(chat))}")
     return texts[0], spans[0] if tagged else []
 
 
