@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.observer import Observer
+from trainer.runs.redact import hide_values
 from trainer.runs.run_files import ITERATION, json_line, number, read_lines, write_lines
 
 
@@ -59,7 +60,17 @@ class JsonlTracker(Observer):
     def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
         """Append prompts and replies; keys as in docs/metrics.md."""
         if self.keep_transcripts:
-            _append(self.transcripts, [{**row, "iteration": iteration} for row in rows])
+            _append(self.transcripts, lines_of(rows, iteration))
+
+
+def lines_of(rows: Sequence[Mapping[str, Any]], iteration: int) -> list[dict[str, Any]]:
+    """Return replies as lines without secrets; the tokens of a text with a secret are left out."""
+    lines = []
+    for row in rows:
+        text = "".join(row.get("pieces", {}).get("text", ()))
+        whole = {k: v for k, v in row.items() if k != "pieces" or hide_values(text) == text}
+        lines.append(hide_values({**whole, "iteration": iteration}))
+    return lines
 
 
 def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
