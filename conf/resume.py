@@ -8,9 +8,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import checked
-from conf.schema import declared
+from conf.schema import TYPES, closest_part, declared, leaves
 from trainer.runs.discover import find_jobs, has_weights, is_running
-from trainer.runs.run_files import PLACES, PREFIX
+from trainer.runs.run_files import PLACES, PREFIX, dig
 
 RESUMABLE = ("trainer.num_iterations", "trainer.stop_at", "trainer.patience", "trainer.overlap")
 RESUMABLE += (
@@ -22,6 +22,8 @@ RESUMABLE += (
     "policy.vllm",
     "observers",
 )
+
+CLASSES = {"float": (int, float), "int": int, "bool": bool, "str": str, "list": list, "dict": dict}
 
 
 def resumed(
@@ -56,12 +58,27 @@ def read_saved(folder: Path) -> dict[str, Any]:
     try:
         saved: Any = OmegaConf.to_container(OmegaConf.load(path))
         lost = {name for name in declared() if "=" not in name} - {"root", *saved}
-        fault = f"it has no {min(lost)}" if lost else ""
+        fault = f"it has no {min(lost)}" if lost else next(wrong_types(saved), "")
     except (OSError, UnicodeError, yaml.YAMLError, AttributeError) as error:
         saved, fault = {}, str(error).splitlines()[0]
     if fault:
         raise ValueError(f"{path} is damaged: {fault}; put a copy of it back, or start a new run")
     return saved
+
+
+def wrong_types(saved: dict[str, Any]) -> Iterator[str]:
+    """Yield the values of a saved configuration that have another type than their keys."""
+    for group in (name for name in declared() if "=" not in name):
+        node = saved if group == "root" else saved[group]
+        if not isinstance(node, dict):
+            yield f"expected {group} to be {TYPES['dict'][1]}, got {node!r}"
+            continue
+        for name, key in leaves(closest_part(group, node)):
+            value = dig(saved, *name.split("."))
+            null = value is None and key.type.endswith("| null")
+            kind = CLASSES.get(key.type.partition(" ")[0], object)
+            if not (null or isinstance(value, kind) or "${" in str(value)):
+                yield f"expected {name} to be {TYPES[key.type][1]}, got {value!r}"
 
 
 def job_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

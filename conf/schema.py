@@ -99,8 +99,7 @@ def faults(config: dict[str, Any]) -> Iterator[str]:
     """Yield the faults of single values of a resolved configuration."""
     for group in (part for part in declared() if "=" not in part):
         node = config if group == "root" else config[group]
-        parts = [part for part in declared() if part.partition("=")[0] == group]
-        closest = min(parts, key=lambda part: len(declared()[part].keys() ^ node.keys()))
+        closest = closest_part(group, node)
         for name in node.keys() - declared()[closest].keys() if group != "root" else ():
             yield f"there is no key {group}.{name}, which +{group}.{name}= adds; leave it out"
         for name, key in leaves(closest):
@@ -111,6 +110,12 @@ def faults(config: dict[str, Any]) -> Iterator[str]:
                     yield f"expected {name} to be one of {known}, got {value!r}"
             elif key.limit and value is not None and not RANGES[key.limit](value):
                 yield f"expected {name} {key.limit}, got {value}"
+
+
+def closest_part(group: str, node: dict[str, Any]) -> str:
+    """Return the part of a group that declares the keys of a node."""
+    parts = [part for part in declared() if part.partition("=")[0] == group]
+    return min(parts, key=lambda part: len(declared()[part].keys() ^ node.keys()))
 
 
 def _typed(name: str, tree: dict[str, Any], *bases: type) -> type:

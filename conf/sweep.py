@@ -53,11 +53,13 @@ class Leash(Callback):
         with _refused(config):
             folder = Path(os.path.abspath(str(config.hydra.sweep.dir)))
             plan = {"words": [*map(redact_text, words)], "jobs": _name_jobs(config, folder)}
-            OPEN[:] = [(folder, lock_folder(folder))]
+            lock = lock_folder(folder)
             write_text(folder / PLAN, json.dumps({**plan, "ended": False}, indent=1))
+            page = write_sweep(folder)
+        OPEN[:] = [(folder, lock)]
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stop)
-        say(f"sweep    {write_sweep(folder)}")
+        say(f"sweep    {page}")
 
     def on_job_end(self, config: DictConfig, **_: Any) -> None:
         """Rewrite the page of the sweep."""
@@ -69,11 +71,16 @@ class Leash(Callback):
 def end_sweep() -> None:
     """Write the final page of the sweep of this process, if any, after any kind of end."""
     for folder, lock in OPEN:
-        _note_end(folder)
-        hide_secrets(folder)  # of multirun.yaml
-        lock.release()
-        page = write_sweep(folder)
-        for line in [*results(load_sweep(folder)), f"sweep    {page}"]:
+        try:
+            _note_end(folder)
+            hide_secrets(folder)  # of multirun.yaml
+            page = f"sweep    {write_sweep(folder)}"
+        except (*FAULTS, OSError) as error:  # a full disk
+            print_error(ValueError(explain(error)))
+            page = ""
+        finally:
+            lock.release()
+        for line in filter(None, [*results(load_sweep(folder)), page]):
             say(line)
     OPEN.clear()
 

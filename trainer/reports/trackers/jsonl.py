@@ -5,7 +5,6 @@ evaluation before training. Every line is flushed immediately, with sorted keys,
 loses nothing. A value that is not finite is written as null (JSON has no NaN) and not charted.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,8 +78,10 @@ def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 
 def _drop_after(path: Path, key: str, last: float) -> None:
+    """Drop the lines after `last`, and those without a number there."""
     if path.exists():
-        write_lines(path, (line for line in read_lines(path) if line.get(key, math.inf) <= last))
+        pairs = ((number(line.get(key)), line) for line in read_lines(path))
+        write_lines(path, (line for at, line in pairs if at is not None and at <= last))
 
 
 def finite(item: Any) -> Any:
