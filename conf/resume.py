@@ -8,9 +8,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import checked
-from conf.schema import TYPES, closest_part, declared, leaves
+from conf.schema import TYPES, closest_part, declared
 from trainer.runs.discover import find_jobs, has_weights, is_running
-from trainer.runs.run_files import PLACES, PREFIX, dig
+from trainer.runs.run_files import PLACES, PREFIX
 
 RESUMABLE = ("trainer.num_iterations", "trainer.stop_at", "trainer.patience", "trainer.overlap")
 RESUMABLE += (
@@ -57,8 +57,11 @@ def read_saved(folder: Path) -> dict[str, Any]:
         raise ValueError(f"resume={folder}: expected a run folder with config.yaml, got none")
     try:
         saved: Any = OmegaConf.to_container(OmegaConf.load(path))
-        lost = {name for name in declared() if "=" not in name} - {"root", *saved}
-        fault = f"it has no {min(lost)}" if lost else next(wrong_types(saved), "")
+        tree = dict(declared()["root"])
+        for group in (name for name in declared() if "=" not in name and name != "root"):
+            node = saved.get(group)
+            tree[group] = declared()[closest_part(group, node) if isinstance(node, dict) else group]
+        fault = next(damage(tree, saved), "")
     except (OSError, UnicodeError, yaml.YAMLError, AttributeError) as error:
         saved, fault = {}, str(error).splitlines()[0]
     if fault:
@@ -66,19 +69,22 @@ def read_saved(folder: Path) -> dict[str, Any]:
     return saved
 
 
-def wrong_types(saved: dict[str, Any]) -> Iterator[str]:
-    """Yield the values of a saved configuration that have another type than their keys."""
-    for group in (name for name in declared() if "=" not in name):
-        node = saved if group == "root" else saved[group]
-        if not isinstance(node, dict):
-            yield f"expected {group} to be {TYPES['dict'][1]}, got {node!r}"
-            continue
-        for name, key in leaves(closest_part(group, node)):
-            value = dig(saved, *name.split("."))
+def damage(tree: dict[str, Any], node: dict[str, Any], path: str = "") -> Iterator[str]:
+    """Yield the missing keys and the values of another type than their keys in a saved node."""
+    for name, key in tree.items():
+        at, value = f"{path}{name}", node.get(name)
+        if name not in node:
+            yield f"it has no {at}"
+        elif isinstance(key, dict):
+            if isinstance(value, dict):
+                yield from damage(key, value, f"{at}.")
+            else:
+                yield f"expected {at} to be {TYPES['dict'][1]}, got {value!r}"
+        else:
             null = value is None and key.type.endswith("| null")
             kind = CLASSES.get(key.type.partition(" ")[0], object)
             if not (null or isinstance(value, kind) or "${" in str(value)):
-                yield f"expected {name} to be {TYPES[key.type][1]}, got {value!r}"
+                yield f"expected {at} to be {TYPES[key.type][1]}, got {value!r}"
 
 
 def job_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
