@@ -67,8 +67,8 @@ def lines_of(rows: Sequence[Mapping[str, Any]], iteration: int) -> list[dict[str
     lines = []
     for row in rows:
         text = "".join(row.get("pieces", {}).get("text", ()))
-        whole = {k: v for k, v in row.items() if k != "pieces" or hide_values(text) == text}
-        lines.append(hide_values({**whole, "iteration": iteration}))
+        shown = {k: v for k, v in row.items() if k != "pieces" or hide_values(text) == text}
+        lines.append(hide_values({**shown, "iteration": iteration}))
     return lines
 
 
