@@ -73,10 +73,14 @@ def _as_saved(raw: Any, plain: Any, path: str = "") -> Any:
     if isinstance(raw, str) and "${oc.env:" in raw:
         return raw
     if isinstance(plain, str) and is_secret(path, plain):
-        name = re.sub(r"\W", "_", f"leash{path}").upper()
-        os.environ[name] = plain  # for the processes of the run
-        return f"${{oc.env:{name}}}"
+        os.environ[_variable(path)] = plain  # for the processes of the run
+        return f"${{oc.env:{_variable(path)}}}"
     return plain.replace("${", "\\${") if isinstance(plain, str) else plain
+
+
+def _variable(path: str) -> str:
+    """Return the environment variable of a secret that was typed for a key, `.policy.api_key`."""
+    return re.sub(r"\W", "_", f"leash{path}").upper()
 
 
 def write_defaults(folder: Path, hydra_config: DictConfig) -> None:
@@ -125,6 +129,8 @@ def explain(error: Exception) -> str:
         if unknown == "experiment" and file:
             return f"{file[1]}.yaml: write # @package _global_ as its first line, it has none"
         return f"there is no key {unknown}{where}{nearest(unknown, value)}"
+    if f"'{(variable := _variable(f'.{key}'))}' not found" in text:
+        return f"{key} was typed at the start and is not saved; set {variable} to its value"
     unresolved = re.match(r"Interpolation key|\w+ raised while resolving", text)
     if not unresolved and (declared := all_keys().get(key, ("", None))[1]):
         got = "null" if cause.value is None else repr(cause.value)

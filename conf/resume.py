@@ -8,7 +8,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import checked
-from conf.schema import declared
+from conf.schema import TYPES, part_of, declared
 from trainer.runs.discover import find_jobs, has_weights, is_running
 from trainer.runs.run_files import PLACES, PREFIX
 
@@ -22,6 +22,8 @@ RESUMABLE += (
     "policy.engine",
     "observers",
 )
+
+CLASSES = {"float": (int, float), "int": int, "bool": bool, "str": str, "list": list, "dict": dict}
 
 
 def resumed(
@@ -56,13 +58,34 @@ def read_saved(folder: Path) -> dict[str, Any]:
         raise ValueError(f"resume={folder}: expected a run folder with config.yaml, got none")
     try:
         saved: Any = OmegaConf.to_container(OmegaConf.load(path))
-        lost = {name for name in declared() if "=" not in name} - {"root", *saved}
-        fault = f"it has no {min(lost)}" if lost else ""
+        tree = dict(declared()["root"])
+        for group in (name for name in declared() if "=" not in name and name != "root"):
+            node = saved.get(group)
+            tree[group] = declared()[part_of(group, node) if isinstance(node, dict) else group]
+        fault = next(damage(tree, saved), "")
     except (OSError, UnicodeError, yaml.YAMLError, AttributeError) as error:
         saved, fault = {}, str(error).splitlines()[0]
     if fault:
         raise ValueError(f"{path} is damaged: {fault}; put a copy of it back, or start a new run")
     return saved
+
+
+def damage(tree: dict[str, Any], node: dict[str, Any], path: str = "") -> Iterator[str]:
+    """Yield the missing keys and the values of another type than their keys in a saved node."""
+    for name, key in tree.items():
+        at, value = f"{path}{name}", node.get(name)
+        if name not in node:
+            yield f"it has no {at}"
+        elif isinstance(key, dict):
+            if isinstance(value, dict):
+                yield from damage(key, value, f"{at}.")
+            else:
+                yield f"expected {at} to be {TYPES['dict'][1]}, got {value!r}"
+        else:
+            null = value is None and key.type.endswith("| null")
+            kind = CLASSES.get(key.type.partition(" ")[0], object)
+            if not (null or isinstance(value, kind) or "${" in str(value)):
+                yield f"expected {at} to be {TYPES[key.type][1]}, got {value!r}"
 
 
 def job_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

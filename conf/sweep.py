@@ -13,6 +13,7 @@ import psutil
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -28,7 +29,7 @@ from trainer.runs.failures import print_error, say
 from trainer.runs.folders import holds_run, is_main_rank, quoted
 from trainer.runs.launch import Interrupted
 from trainer.runs.lock import lock_folder
-from trainer.runs.redact import redact_text
+from trainer.runs.redact import redact, redact_text
 from trainer.runs.run_files import read_yaml
 from trainer.runs.run_log import VERBOSE
 
@@ -52,11 +53,13 @@ class Leash(Callback):
         with _refused(config):
             folder = Path(os.path.abspath(str(config.hydra.sweep.dir)))
             plan = {"words": [*map(redact_text, words)], "jobs": _name_jobs(config, folder)}
-            OPEN[:] = [(folder, lock_folder(folder))]
+            lock = lock_folder(folder)
             write_text(folder / PLAN, json.dumps({**plan, "ended": False}, indent=1))
+            page = write_sweep(folder)
+        OPEN[:] = [(folder, lock)]
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stop)
-        say(f"sweep    {write_sweep(folder)}")
+        say(f"sweep    {page}")
 
     def on_job_end(self, config: DictConfig, **_: Any) -> None:
         """Rewrite the page of the sweep."""
@@ -68,11 +71,16 @@ class Leash(Callback):
 def end_sweep() -> None:
     """Write the final page of the sweep of this process, if any, after any kind of end."""
     for folder, lock in OPEN:
-        _note_end(folder)
-        hide_secrets(folder)  # of multirun.yaml
-        lock.release()
-        page = write_sweep(folder)
-        for line in [*results(load_sweep(folder)), f"sweep    {page}"]:
+        try:
+            _note_end(folder)
+            hide_secrets(folder)  # of multirun.yaml
+            page = f"sweep    {write_sweep(folder)}"
+        except (*FAULTS, OSError) as error:  # a full disk
+            print_error(ValueError(explain(error)))
+            page = ""
+        finally:
+            lock.release()
+        for line in filter(None, [*results(load_sweep(folder)), page]):
             say(line)
     OPEN.clear()
 
@@ -137,9 +145,21 @@ def _name_jobs(config: DictConfig, folder: Path) -> list[str]:
         cfg = loader.load_sweep_config(config, job)
         with read_write(cfg), open_dict(cfg):
             cfg.hydra.job.num, cfg.hydra.job.id = number, str(number)  # as its launcher will
+        _refuse_secrets(cfg, [i for i in parser.parse_overrides(job) if i.key_or_group in swept])
         names.append(str(cfg.hydra.sweep.subdir))
         read_job(cfg, folder / names[-1], job, in_sweep=True)
     return names
+
+
+def _refuse_secrets(cfg: DictConfig, swept: Sequence[Override]) -> None:
+    """Raise ValueError for a swept secret: folders and pages are named by swept values."""
+    for item in swept:
+        key, value = item.key_or_group, item.value()
+        if "${" in str(value):
+            value = OmegaConf.select(cfg, key)
+        if redact({key: value}) != {key: value}:
+            why = "would be written into folder names and pages"
+            raise ValueError(f"{key}: the secrets of a sweep {why}; start a run for each of them")
 
 
 def _stop(number: int, _: Any) -> None:

@@ -218,15 +218,25 @@ def test_resume_of_a_finished_run_has_nothing_left_unless_more_is_asked_for(old_
     assert nothing_left(asked([resume, "trainer.num_iterations=81"])) is None
 
 
-def test_a_sweep_checks_all_jobs_first_and_is_refused_in_one_line(place):
-    before = {*place.rglob("*.yaml")}
-    command = [sys.executable, str(ROOT / "train.py"), "-m", "seed=1,2", "kl.coeff=0,-1"]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
+@pytest.mark.parametrize(
+    "word",
+    [
+        "kl.coeff=0,-1",
+        "+env.task.api_key=planted-1,planted-2",
+        "policy.system_prompt='${oc.env:MY_PAT}',b",
+    ],
+)
+def test_a_sweep_checks_all_jobs_first_and_is_refused_in_one_line(word, place):
+    before = {path for path in place.rglob("*") if path.is_file()}
+    command = [sys.executable, str(ROOT / "train.py"), "-m", "seed=1,2", word]
+    env = environment(MY_PAT="planted-secret")
+    ended = subprocess.run(command, env=env, capture_output=True, text=True)
     assert ended.returncode == 2, ended.stderr
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: ")
-    assert "kl.coeff" in line
-    assert {*place.rglob("*.yaml")} == before
+    assert word.partition("=")[0].strip("+") in line
+    assert "planted" not in line
+    assert {path for path in place.rglob("*") if path.is_file()} == before
 
 
 def test_the_last_word_wins():

@@ -8,6 +8,7 @@ from runs import asked
 from conf.compose import compose_checked
 from trainer.reports.__main__ import main as report
 from trainer.reports.sweep_page import write_sweep
+from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.discover import nothing_left
 
 CONFIG = compose_checked(["experiment=grpo_tiny", "policy.model=tiny"])
@@ -17,6 +18,13 @@ FILES = {
     **dict.fromkeys(("eval.json", "errors/rank0.txt", ".hydra/defaults.yaml"), "{}"),
 }
 WRITTEN = ("status.json", "metrics.jsonl", "transcripts.jsonl", ".hydra/overrides.yaml")
+WRONG = {  # values of another type
+    "config.yaml": yaml.safe_dump(
+        CONFIG | {"trainer": CONFIG["trainer"] | {"num_iterations": "x"}}
+    ),
+    "status.json": '{"state": [], "iteration": "x", "seconds": "x", "machine": 1, "notes": 1}',
+    "metrics.jsonl": '{"progress/iteration": "x", "kl/coeff": []}\n',
+}
 
 
 @pytest.mark.parametrize("name", [*FILES, *WRITTEN])
@@ -28,7 +36,8 @@ def test_a_damaged_file_costs_its_own_part_alone(name, tmp_path):
         (folder / file).write_text(text)
     whole = (folder / name).read_bytes()
     cuts = [whole[: len(whole) * part // 4] for part in range(4)]
-    for damaged in (None, b"\0\xff\xfe\x80[{" * 9, *cuts):
+    wrong = [text.encode() for file, text in WRONG.items() if file == name]
+    for damaged in (None, b"\0\xff\xfe\x80[{" * 9, *cuts, *wrong):
         (folder / name).unlink()
         if damaged is not None:
             (folder / name).write_bytes(damaged)
@@ -36,6 +45,7 @@ def test_a_damaged_file_costs_its_own_part_alone(name, tmp_path):
         write_sweep(tmp_path)
         if name != "config.yaml":
             assert nothing_left(asked([f"resume={folder}"])) is None
+            JsonlTracker(folder, resume=True).resume(1, "", again=False, seconds=0.0)
         else:
             with pytest.raises(ValueError, match=r"config\.yaml"):
                 asked([f"resume={folder}"])

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from pages import Page, Picture, write_lines, write_status, write_words
 
+from conf.sweep import OPEN, end_sweep
 from trainer.reports.__main__ import main
 from trainer.reports.frontier_chart import draw_sweep, pareto
 from trainer.reports.sweep_jobs import Job, Sweep, best, grouped, results
 from trainer.reports.sweep_page import sweep_svg, write_sweep
+from trainer.runs.lock import lock_folder
 from trainer.runs.run_files import load_run
 
 NONE = dict.fromkeys(("objective", "reward/raw_mean", "kl/ref_sequence"))
@@ -98,6 +100,18 @@ def test_the_frontier_is_what_no_other_setting_beats(places):
         for reward, kl in places
         if not any(r >= reward and k <= kl and (r, k) != (reward, kl) for r, k in places)
     }
+
+
+def test_a_sweep_whose_page_cannot_be_written_ends_with_one_line_and_its_results(sweep, capsys):
+    (sweep / "sweep.csv").mkdir()
+    OPEN[:] = [(sweep, lock_folder(sweep))]
+    end_sweep()
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    assert "sweep.csv" in printed.err
+    assert "kl.coeff=20" in printed.out
+    lock_folder(sweep).release()
 
 
 def test_unfinished_jobs_enter_neither_means_nor_the_line_and_seeds_are_one_point():

@@ -1,7 +1,6 @@
 """The three rules of SECURITY.md."""
 
 import os
-import re
 
 import pytest
 import yaml
@@ -10,8 +9,9 @@ from refusals import refusal
 from runs import asked
 
 from conf.compose import compose_checked, hide_secrets
+from trainer.reports.trackers.jsonl import JsonlTracker
 from trainer.runs.redact import HIDDEN, redact, redact_text
-from trainer.runs.run_files import read_yaml
+from trainer.runs.run_files import read_lines, read_yaml
 
 OWN = "env.transforms.a={_target_: envs.transforms.Compose, b: [{_target_: os.system}]}"
 
@@ -61,16 +61,44 @@ def test_a_secret_that_is_typed_reaches_the_run_and_no_file(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"a": {"api_key": "planted-secret"}}))
     hide_secrets(tmp_path)
     assert "planted" not in "".join(path.read_text() for path in tmp_path.iterdir())
-    for name in [name for name in os.environ if name.startswith("LEASH_POLICY")]:
-        del os.environ[name]
+    (name,) = [name for name in os.environ if name.startswith("LEASH_POLICY")]
+    del os.environ[name]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ValueError, match=rf"api_key .* {name}"):
+        asked([f"resume={tmp_path}"])
 
 
-@pytest.mark.parametrize("name", ["token", "SECRET", "db_password", "API-KEY"])
-def test_values_of_secret_names_are_hidden(name, monkeypatch):
+@pytest.mark.parametrize("name", ["token", "SECRET", "db_password", "API-KEY", "passphrase"])
+def test_values_of_secret_names_are_hidden(name):
     assert redact({name: "planted-secret"}) == {name: HIDDEN}
     assert redact_text(f"env.{name}=planted-secret") == f"env.{name}={HIDDEN}"
-    monkeypatch.setenv(f"MY_{re.sub('-', '_', name)}", "planted-secret")
+
+
+VARIABLES = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "API_KEY_2", "DB_PASS", "GH_PAT", "MYSQL_PWD")
+
+
+@pytest.mark.parametrize("name", [*VARIABLES, "my_passphrase", "SIGNING_KEY"])
+def test_values_of_secret_variables_are_in_no_text_and_no_transcript(name, monkeypatch, tmp_path):
+    monkeypatch.setenv(name, "planted-secret")
     assert redact_text("a planted-secret in prose") == f"a {HIDDEN} in prose"
+    said = {"system": "it is planted-secret", "prompt": "p", "response": "a planted-secret"}
+    row = {**said, "kind": "train", "pieces": {"text": ["a ", "planted", "-secret"]}}
+    JsonlTracker(tmp_path).replies([row], 1, kind="train")
+    (line,) = read_lines(tmp_path / "transcripts.jsonl")
+    assert (line["system"], line["response"]) == (f"it is {HIDDEN}", f"a {HIDDEN}")
+    assert "planted" not in str(line)
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN_PATH", "TOKENIZERS_PARALLELISM", "PWD", "KEYBOARD"])
+def test_values_of_other_variables_stay(name, monkeypatch):
+    monkeypatch.setenv(name, "/some/place")
+    monkeypatch.setenv("MY_TOKEN", "short")
+    assert redact_text("short: /some/place") == "short: /some/place"
+
+
+@pytest.mark.parametrize("slashes", ["/", "//"])  # one in the folder of a sweep's job
+def test_passwords_of_addresses_are_hidden(slashes):
+    assert redact_text(f"at https:{slashes}me:pw@hub/a") == f"at https:{slashes}me:{HIDDEN}@hub/a"
 
 
 def test_what_is_no_secret_stays():

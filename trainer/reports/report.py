@@ -19,7 +19,7 @@ from trainer.reports.page import PATIENCE, write_page
 from trainer.reports.replies import select_replies
 from trainer.reports.sweep_jobs import find_frontier
 from trainer.runs.redact import redact
-from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run
+from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run, number
 
 PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
 TIME = "time/iteration_s"
@@ -79,7 +79,7 @@ def _frontier(run: Run) -> Iterator[panels.Figure]:
 
 def _left(run: Run) -> str:
     """Return the iterations and time left of a run, "" if unknown."""
-    total, each = dig(run.config, "trainer", "num_iterations"), run.last_ten_mean(TIME)
+    total, each = number(dig(run.config, "trainer", "num_iterations")), run.last_ten_mean(TIME)
     left = (total or 0) - (run.metrics[-1][ITERATION] if run.metrics else 0)
     return f"{left} iterations to go, about {duration(left * each)}" if each and left > 0 else ""
 

@@ -1,7 +1,8 @@
 """Hide secrets in everything a run writes: configurations, names, reports, errors, W&B.
 
-A text under a key whose name ends in token, secret, password or api_key is hidden, and so is the
-value of an environment variable with such a name, wherever it occurs.
+A text under a key whose name ends in one of `_NAME` is hidden, and so is, wherever it occurs, the
+value of an environment variable whose name contains one or ends in _PASS, _PAT, _PWD or _KEY. Keys
+of a configuration may end in _key without a secret: reward_key, answer_key.
 """
 
 import os
@@ -9,12 +10,15 @@ import re
 from typing import Any
 
 HIDDEN = "<hidden>"
-_NAME = r"(?:token|secret|password|api[_-]?key)s?"
-_SECRET = re.compile(rf"(?i)(?:^|[_.-]|[a-z0-9]){_NAME}$")
+_NAME = r"(?:token|secret|password|passphrase|(?:api|access)[_-]?key)s?"
+_KEY = re.compile(rf"(?i){_NAME}$")
+_PLACE = r"(?!.*_(?:file|path|dir)$)"  # HF_TOKEN_PATH names a file
+_VARIABLE = re.compile(rf"(?i){_NAME}(?![a-z]){_PLACE}|_(?:pass|pat|pwd|key)$")
+_SHORTEST = 8  # characters; shorter values occur inside ordinary words
 # name=value, but for ${...} and for counts, as in max_new_tokens=16 or =choice(16,32)
 _COUNT = r"\$\{|null\b|choice\(|range\(|\[?[\d.]+(?![\w.])"
 _PAIR = re.compile(rf"(?i)(\b[\w.-]*{_NAME}(?:=|['\"]: ?)['\"]?)(?!{_COUNT})[^\s,'\"}})\]]{{4,}}")
-_URL = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+_URL = re.compile(r"(:/{1,2}[^/\s:@]*:)[^/\s@]+@")  # one slash in a path that was a URL
 
 
 def redact(value: Any, *, name: str = "") -> Any:
@@ -34,7 +38,24 @@ def redact(value: Any, *, name: str = "") -> Any:
 
 def is_secret(name: str, value: str) -> bool:
     """Return whether a text under a key is a plain-text secret."""
-    return bool(value and not value.startswith("${") and _SECRET.search(name))
+    return bool(value and not value.startswith("${") and _KEY.search(name))
+
+
+def hide_values(node: Any) -> Any:
+    """Return texts, at any depth, without the values of secret environment variables."""
+    values = {value for name, value in os.environ.items() if _VARIABLE.search(name)}
+    secrets = sorted((v for v in values if len(v) >= _SHORTEST), key=len, reverse=True)
+    return _without(node, secrets) if secrets else node
+
+
+def _without(node: Any, secrets: list[str]) -> Any:
+    if isinstance(node, dict):
+        return {key: _without(value, secrets) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_without(value, secrets) for value in node]
+    for secret in secrets if isinstance(node, str) else ():
+        node = node.replace(secret, HIDDEN)
+    return node
 
 
 def redact_text(text: str) -> str:
@@ -43,9 +64,5 @@ def redact_text(text: str) -> str:
     >>> redact_text("kl.coeff=0.1,env.api_key=sk-123 of https://me:hf_1@hub")
     'kl.coeff=0.1,env.api_key=<hidden> of https://me:<hidden>@hub'
     """
-    of_environment = (value for name, value in os.environ.items() if _SECRET.search(name))
-    for secret in sorted(of_environment, key=len, reverse=True):
-        if len(secret) >= 8:  # shorter secrets occur inside ordinary words
-            text = text.replace(secret, HIDDEN)
-    text = _URL.sub(rf"\1{HIDDEN}@", text)
+    text = _URL.sub(rf"\1{HIDDEN}@", hide_values(text))
     return _PAIR.sub(rf"\1{HIDDEN}", text)

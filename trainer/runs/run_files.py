@@ -19,6 +19,7 @@ from trainer.runs.lock import is_free
 
 ITERATION = "progress/iteration"
 PREFIX = "experiment:"  # of a model that another experiment trains
+STATUS = {"state": str, "iteration": int, "seconds": (int, float), "machine": dict, "notes": list}
 PLACES = ("output_dir", "resume")  # keys that name a folder
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster with libyaml
 
@@ -109,11 +110,14 @@ def load_run(folder: str | Path) -> Run:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return status.json, or {} if it is missing or torn."""
+    """Return status.json without values of a wrong type; {} if it is missing or torn."""
     try:
-        return parse_line((folder / "status.json").read_text(errors="replace")) or {}
+        status = parse_line((folder / "status.json").read_text(errors="replace")) or {}
     except OSError:
         return {}
+    return {
+        key: value for key, value in status.items() if isinstance(value, STATUS.get(key, object))
+    }
 
 
 def is_sweep(folder: Path) -> bool:

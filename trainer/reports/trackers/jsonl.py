@@ -5,12 +5,12 @@ evaluation before training. Every line is flushed immediately, with sorted keys,
 loses nothing. A value that is not finite is written as null (JSON has no NaN) and not charted.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.observer import Observer
+from trainer.runs.redact import hide_values
 from trainer.runs.run_files import ITERATION, json_line, number, read_lines, write_lines
 
 
@@ -59,7 +59,17 @@ class JsonlTracker(Observer):
     def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
         """Append prompts and replies; keys as in docs/metrics.md."""
         if self.keep_transcripts:
-            _append(self.transcripts, [{**row, "iteration": iteration} for row in rows])
+            _append(self.transcripts, lines_of(rows, iteration))
+
+
+def lines_of(rows: Sequence[Mapping[str, Any]], iteration: int) -> list[dict[str, Any]]:
+    """Return replies as lines without secrets; the tokens of a text with a secret are left out."""
+    lines = []
+    for row in rows:
+        text = "".join(row.get("pieces", {}).get("text", ()))
+        shown = {k: v for k, v in row.items() if k != "pieces" or hide_values(text) == text}
+        lines.append(hide_values({**shown, "iteration": iteration}))
+    return lines
 
 
 def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
@@ -68,8 +78,10 @@ def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 
 def _drop_after(path: Path, key: str, last: float) -> None:
+    """Drop the lines after `last`, and those without a number there."""
     if path.exists():
-        write_lines(path, (line for line in read_lines(path) if line.get(key, math.inf) <= last))
+        pairs = ((number(line.get(key)), line) for line in read_lines(path))
+        write_lines(path, (line for at, line in pairs if at is not None and at <= last))
 
 
 def finite(item: Any) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.cache import write_text
-from trainer.reports.trackers.jsonl import JsonlTracker, finite
+from trainer.reports.trackers.jsonl import JsonlTracker, finite, lines_of
 from trainer.runs.experiment_models import IRRELEVANT
 from trainer.runs.failures import say
 from trainer.runs.redact import redact, redact_text
@@ -66,7 +66,7 @@ class Mirror(JsonlTracker):
     def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
         super().replies(rows, iteration, kind=kind)
         if self.keep_transcripts:
-            lines = [finite({**row, "iteration": iteration}) for row in rows]
+            lines = finite(lines_of(rows, iteration))
             self._safely("send replies to", self._show, lines, iteration)
 
     def alert(self, title: str, text: str, *, error: bool = False) -> None:
