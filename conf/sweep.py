@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -84,6 +85,7 @@ def _note_end(folder: Path) -> None:
 @contextmanager
 def _refused(config: DictConfig) -> Iterator[None]:
     """End the process on a fault: Hydra only warns of errors in callbacks."""
+    HydraConfig.instance().set_config(config.copy())  # for `compose`; Hydra does so for a job
     if verbose := config.hydra.verbose:  # true, a logger's name, or several
         names = verbose if OmegaConf.is_list(verbose) else [str(verbose).replace("True", "true")]
         os.environ[VERBOSE] = ",".join(names)
@@ -102,6 +104,9 @@ def read_job(
     cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
     if cfg.preflight or cfg.mode != "train":
         return configure(cfg, words)
+    if in_sweep and cfg.output_dir:
+        place = f"hydra.sweep.dir={cfg.output_dir}"
+        raise ValueError(f"output_dir={cfg.output_dir} is for one run; a sweep goes to {place}")
     if cfg.resume:
         config = resumed(cfg.resume, cfg, words)
     elif in_sweep:
