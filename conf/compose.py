@@ -122,7 +122,7 @@ def explain(error: Exception) -> str:
     if isinstance(error, yaml.YAMLError):
         return " ".join(text.split())
     if isinstance(error, MissingConfigException):
-        return missing_file(*str(error.missing_cfg_file).rpartition("/")[::2])
+        return missing_file(str(error.missing_cfg_file), error.options or ())
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r}; write name=value, quoted as in 'name=\"a b\"'"
     if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", text):

@@ -1,12 +1,12 @@
 """Hints for unknown names: the nearest key or file, or a name in other_names.yaml."""
 
 import difflib
-import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from conf.schema import FOLDER, all_keys
+from conf.schema import all_keys
 from trainer.runs.run_files import read_yaml
 
 
@@ -54,11 +54,17 @@ def nearest(key: str, value: Any = None) -> str:
     return suggestion + elsewhere or "; see --cfg job"
 
 
-def missing_file(group: str, name: str) -> str:
-    """Return the message for a choice without a file in a group of conf/."""
+def missing_file(file: str, files: Sequence[str]) -> str:
+    """Return the message for a file <group>/<name> that no folder has; `files`: those there are."""
+    group, _, name = file.removesuffix(".yaml").rpartition("/")
+    if not group:
+        return f"--config-name={name}: there is no file {name}.yaml in conf/ or --config-dir"
+    top, _, path = file.partition("/")
+    if top != "hydra" and "/" in path:
+        remedy = f"--config-dir=<folder> {top}={name} for <folder>/{top}/{name}.yaml"
+        return f"{top}={path}: expected the name of a file, got a path; give {remedy}"
     if elsewhere := known_elsewhere(f"{group}={name}"):
         return elsewhere.removeprefix("; ")
-    files = sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
-    close = difflib.get_close_matches(re.sub(r"\.yaml$", "", name), files, n=2)
+    close = difflib.get_close_matches(name, files, n=2)
     hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(files)}"
-    return f"{group}={name}: there is no file conf/{group}/{name}.yaml; {hint}"
+    return f"{group}={name}: there is no file {group}/{name}.yaml; {hint}"
