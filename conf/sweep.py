@@ -129,11 +129,12 @@ def _name_jobs(config: DictConfig, folder: Path) -> list[str]:
     parser = OverridesParser.create(config_loader=loader)
     items = parser.parse_overrides([*params, *config.hydra.overrides.task])
     swept = {item.key_or_group for item in items if item.is_sweep_override()}
-    fixed = {item.key_or_group for item in items} - swept if swept else set()
+    unnamed = {item.key_or_group for item in items} - swept if swept else set()
+    unnamed |= {*config.hydra.job.config.override_dirname.exclude_keys}
     with read_write(config), open_dict(config):
         config.hydra.overrides.hydra += [
             f"hydra.sweep.dir={quoted(str(folder))}",
-            f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(fixed))}]",
+            f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(unnamed))}]",
         ]
         config.hydra.sweep.dir = str(folder)
     names = []
