@@ -121,8 +121,8 @@ def explain(error: Exception) -> str:
     text = str(error)
     if isinstance(error, yaml.YAMLError):
         return " ".join(text.split())
-    if isinstance(error, MissingConfigException):
-        return missing_file(str(error.missing_cfg_file), error.options or ())
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return missing_file(error.missing_cfg_file, error.options or ())
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r}; write name=value, quoted as in 'name=\"a b\"'"
     if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", text):
