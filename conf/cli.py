@@ -82,8 +82,10 @@ def _refuse_removal(word: str) -> None:
     if not word.startswith("~") or key not in all_keys():
         return
     if files := sorted(path.stem for path in (FOLDER / key).glob("*.yaml")):
-        charge = "; kl.coeff=0 charges no KL" if key == "kl" else ""
-        raise ValueError(f"{word}: a group is replaced, never removed: {key}={'|'.join(files)}{charge}")
+        remedy = f"{key}={'|'.join(files)}"
+        if key == "kl":
+            remedy += "; kl.coeff=0 charges no KL"
+        raise ValueError(f"{word}: a group is replaced, never removed: {remedy}")
     raise ValueError(f"{word}: a key of leash is set, never removed: {key}=<value>")
 
 

@@ -46,8 +46,10 @@ FILES = {
         policy: {model: tiny}
         env:
           rewards:
-            a: {_target_: envs.rewards.Function, function: &eq {_target_: operator.eq, _partial_: true}}
-            b: {_target_: envs.rewards.Function, function: *eq}
+            a: &equal
+              _target_: envs.rewards.Function
+              function: {_target_: operator.eq, _partial_: true}
+            b: *equal
     """,
     "own/experiment/sub/deep.yaml": """
         # @package _global_
