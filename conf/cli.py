@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from conf.compose import FAULTS, compose_experiment, explain, set_up, write_defaults
 from conf.resume import last_run
+from conf.schema import FOLDER, all_keys
 from conf.sweep import MULTIRUN, end_sweep, read_job
 from trainer.reports.sweep_jobs import PLAN
 from trainer.runs.discover import nothing_left
@@ -55,8 +56,10 @@ def expand(words: list[str]) -> list[str]:
     """Expand the shorthands of a command line.
 
     env.task=<name> becomes env.task.name=<name>, resume=last the newest run. A rank of torchrun
-    adds the number of ranks.
+    adds the number of ranks. ValueError for a word that removes a group or a key of leash.
     """
+    for word in words:
+        _refuse_removal(word)
     words = [re.sub(r"^env\.task=(?=\w[\w,]*$)", "env.task.name=", word) for word in words]
     sweeps = not {*MULTIRUN}.isdisjoint(words)
     for place, word in enumerate(words):
@@ -72,6 +75,18 @@ def expand(words: list[str]) -> list[str]:
             raise ValueError("a sweep starts its own ranks; type python train.py -m ...")
         words = [*words, f"launch.num_processes={ranks}"]
     return words
+
+
+def _refuse_removal(word: str) -> None:
+    key = word.lstrip("~").partition("=")[0]
+    if not word.startswith("~") or key not in all_keys():
+        return
+    if files := sorted(path.stem for path in (FOLDER / key).glob("*.yaml")):
+        remedy = f"{key}={'|'.join(files)}"
+        if key == "kl":
+            remedy += "; kl.coeff=0 charges no KL"
+        raise ValueError(f"{word}: a group is replaced, never removed: {remedy}")
+    raise ValueError(f"{word}: a key of leash is set, never removed: {key}=<value>")
 
 
 @hydra.main(version_base="1.3", config_path=".", config_name="config")

@@ -13,31 +13,44 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from conf.check import check
 from conf.hints import missing_file, nearest
-from conf.schema import FOLDER, TYPES, all_keys
+from conf.schema import FOLDER, TYPES, all_keys, declared
 from policies.cache import write_text
-from trainer.runs.folders import TEMPORARY, is_main_rank, unique_folder
+from trainer.runs.folders import TEMPORARY, is_main_rank, quoted, unique_folder
 from trainer.runs.redact import is_secret, redact
 
+GROUPS = [part for part in declared() if part != "root" and "=" not in part]
 FAULTS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
 def compose(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
     """Compose the words with the files of conf/ and, in a job, of its other search folders."""
-    options: Any = {"overrides": [*words], "return_hydra_config": with_hydra}
     set_up()
+    running = GlobalHydra.instance()
+    outer, running.hydra = running.hydra, None  # the user's own app, or that of conf/cli.py
+    options: Any = {"overrides": [*_searchpath(), *words], "return_hydra_config": with_hydra}
     try:
-        if GlobalHydra.instance().is_initialized():
-            return hydra.compose("config", **options)
         with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):
             return hydra.compose("config", **options)
     except FAULTS as error:
         raise ValueError(explain(error)) from error
+    finally:
+        running.hydra = outer
+
+
+def _searchpath() -> list[str]:
+    """Return the override that names the folders of this job, in their order, beside conf/."""
+    job: Any = HydraConfig.instance().cfg
+    sources = job.hydra.runtime.config_sources if job else ()
+    named = [source for source in sources if source.provider not in ("hydra", "schema")]
+    folders = ",".join(quoted(f"{source.schema}://{source.path}") for source in named)
+    return [f"hydra.searchpath=[{folders}]"] if folders else []
 
 
 def compose_checked(words: Sequence[str]) -> dict[str, Any]:
@@ -85,11 +98,14 @@ def _variable(path: str) -> str:
 
 def write_defaults(folder: Path, hydra_config: DictConfig) -> None:
     """Write the defaults of the experiment and of leash, for the report, into a run folder."""
-    choices, task = hydra_config.runtime.choices, [*hydra_config.overrides.task]
-    groups = [group for group in choices if "/" not in group]
-    files = [word for word in task if word.partition("=")[0] in groups]
-    chosen = [f"{group}={choices[group]}" for group in groups if group != "experiment"]
-    defaults = {"experiment": compose(files), "leash": compose(["~experiment", *chosen])}
+    choices, words = hydra_config.runtime.choices, hydra_config.overrides.task
+    experiment = [f"experiment={choices.experiment}"] if "experiment" in choices else []
+    files = [word for word in words if word.partition("=")[0] in GROUPS]
+    chosen = ["~experiment", *(f"{group}={choices[group]}" for group in GROUPS if group in choices)]
+    defaults = {
+        "experiment": compose([*experiment, *files] if experiment else chosen),
+        "leash": compose(chosen),
+    }
     plain = {name: OmegaConf.to_container(cfg) for name, cfg in defaults.items()}
     (folder / ".hydra").mkdir(parents=True, exist_ok=True)
     write_text(folder / ".hydra" / "defaults.yaml", yaml.safe_dump(plain, sort_keys=False))
@@ -109,8 +125,8 @@ def explain(error: Exception) -> str:
     text = str(error)
     if isinstance(error, yaml.YAMLError):
         return " ".join(text.split())
-    if isinstance(error, MissingConfigException):
-        return missing_file(*str(error.missing_cfg_file).rpartition("/")[::2])
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return missing_file(error.missing_cfg_file, error.options or ())
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r}; write name=value, quoted as in 'name=\"a b\"'"
     if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", text):
@@ -147,7 +163,7 @@ def _line(text: str) -> str:
 @cache
 def set_up() -> None:
     """Register the resolvers of conf/config.yaml for folders."""
-    for function in (run_dir, unique_folder, output_subdir):
+    for function in (run_dir, sweep_dir, output_subdir):
         OmegaConf.register_new_resolver(function.__name__, function, replace=True)
 
 
@@ -158,7 +174,17 @@ def run_dir(*, _root_: DictConfig) -> str:
         shared = _root_.output_dir or "outputs"
         served = OmegaConf.select(_root_, "policy.engine.url")
         return temporary_folder(Path(shared if served else tempfile.gettempdir()))
-    return plain or unique_folder(f"outputs/{_root_.hydra.runtime.choices.experiment}")
+    return plain or unique_folder(f"outputs/{_title(_root_)}")
+
+
+def sweep_dir(*, _root_: DictConfig) -> str:
+    """Return a new folder for a sweep."""
+    return unique_folder(f"multirun/{_title(_root_)}")
+
+
+def _title(cfg: DictConfig) -> str:
+    """Return the name of the experiment, or of a primary configuration that has none."""
+    return cfg.hydra.runtime.choices.get("experiment") or cfg.hydra.job.config_name
 
 
 def output_subdir(*, _root_: DictConfig) -> str | None:

@@ -1,41 +1,44 @@
 """Hints for unknown names: the nearest key or file, or a name in other_names.yaml."""
 
 import difflib
-import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from conf.schema import FOLDER, all_keys
+from conf.schema import all_keys
 from trainer.runs.run_files import read_yaml
+
+ALGORITHMS = "docs/algorithms.md"
 
 
 @cache
 def other_names() -> dict[str, dict[str, Any]]:
-    """Read the keys of TRL, verl and others, each with what leash calls it."""
-    return read_yaml(Path(__file__).with_name("other_names.yaml"))
+    """Read the names of other libraries by page, each with what leash calls it."""
+    read = read_yaml(Path(__file__).with_name("other_names.yaml"))
+    return {
+        page: {name: means for names, means in rows.items() for name in names.split(", ")}
+        for page, rows in read.items()
+    }
 
 
 def known_elsewhere(key: str, value: Any = None) -> str:
     """Return a hint with leash's key for a key of another library; "" if unknown."""
     parts = key.split(".")
     for name in (".".join(parts[-2:]), parts[-1]):
-        for library in other_names().values():
-            for file in library.keys() - {"page"}:
-                if name in library[file]:
-                    return f"; {_hint(name, library[file][name], value)} ({library['page']})"
+        for page, names in other_names().items():
+            if name in names and page != ALGORITHMS:
+                return f"; {_hint(name, names[name], value, page)}"
     return ""
 
 
-def _hint(name: str, means: Any, value: Any) -> str:
-    """Render the entry of a name in other_names.yaml: a key, words for its value, or a note."""
+def _hint(name: str, means: Any, value: Any, page: str) -> str:
+    """Render an entry of other_names.yaml; the page alone where it has none for the value."""
     if isinstance(means, dict):
-        match = {str(each).lower(): ours for each, ours in means.items()}.get(str(value).lower())
-        name = f"{name}={value}" if match else name
-        means = match or str(next(iter(means.values()))).partition("=")[0]
-    ours, _, note = means.partition("; ")
-    ours = " and ".join(ours.partition(" = ")[0].split())
-    return f"{name} is {ours} here" if ours else f"{name}: {note}"
+        ours = {str(theirs).lower(): words for theirs, words in means.items()}
+        means = ours.get(str(value).lower())
+        name = f"{name}={value}" if means else name
+    return f"{name} is {means} here ({page})" if means else f"{page} translates {name}"
 
 
 def nearest(key: str, value: Any = None) -> str:
@@ -46,19 +49,25 @@ def nearest(key: str, value: Any = None) -> str:
         known = [name.partition(".")[2] for name in all_keys() if name.startswith("tracker.")]
         return f"; tracker has {', '.join(known)} (docs/configuration.md)"
     elsewhere, leaf = known_elsewhere(key, value), key.rpartition(".")[2]
-    if elsewhere and key != "num_iterations":  # of trainer, and TRL's
+    if elsewhere:
         return elsewhere
     close = [name for name in all_keys() if name.rpartition(".")[2] == leaf][:2]
     close = close or difflib.get_close_matches(key, [*all_keys(), "experiment"], 1, 0.75)
     suggestion = f"; did you mean {' or '.join(close)}?" if close else ""
-    return suggestion + elsewhere or "; see --cfg job"
+    return suggestion or "; see --cfg job"
 
 
-def missing_file(group: str, name: str) -> str:
-    """Return the message for a choice without a file in a group of conf/."""
-    if elsewhere := known_elsewhere(f"{group}={name}"):
-        return elsewhere.removeprefix("; ")
-    files = sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
-    close = difflib.get_close_matches(re.sub(r"\.yaml$", "", name), files, n=2)
+def missing_file(file: str, files: Sequence[str]) -> str:
+    """Return the message for a file <group>/<name> that no folder has; `files`: those there are."""
+    group, _, name = file.removesuffix(".yaml").rpartition("/")
+    if not group:
+        return f"--config-name={name}: there is no file {name}.yaml in conf/ or --config-dir"
+    top, _, path = file.partition("/")
+    if top != "hydra" and "/" in path:
+        remedy = f"--config-dir=<folder> {top}={name} for <folder>/{top}/{name}.yaml"
+        return f"{top}={path}: expected the name of a file, got a path; give {remedy}"
+    if group == "algorithm" and (nearest_words := other_names()[ALGORITHMS].get(name)):
+        return f"algorithm={name}: leash has none; nearest is {nearest_words} ({ALGORITHMS})"
+    close = difflib.get_close_matches(name, files, n=2)
     hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(files)}"
-    return f"{group}={name}: there is no file conf/{group}/{name}.yaml; {hint}"
+    return f"{group}={name}: there is no file {group}/{name}.yaml; {hint}"

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.experimental.callback import Callback
@@ -92,6 +93,7 @@ def _note_end(folder: Path) -> None:
 @contextmanager
 def _refused(config: DictConfig) -> Iterator[None]:
     """End the process on a fault: Hydra only warns of errors in callbacks."""
+    HydraConfig.instance().set_config(config.copy())  # for `compose`; Hydra does so for a job
     if verbose := config.hydra.verbose:  # true, a logger's name, or several
         names = verbose if OmegaConf.is_list(verbose) else [str(verbose).replace("True", "true")]
         os.environ[VERBOSE] = ",".join(names)
@@ -110,6 +112,9 @@ def read_job(
     cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
     if cfg.preflight or cfg.mode != "train":
         return configure(cfg, words)
+    if in_sweep and cfg.output_dir:
+        place = f"hydra.sweep.dir={cfg.output_dir}"
+        raise ValueError(f"output_dir={cfg.output_dir} is for one run; a sweep goes to {place}")
     if cfg.resume:
         config = resumed(cfg.resume, cfg, words)
     elif in_sweep:
@@ -132,11 +137,12 @@ def _name_jobs(config: DictConfig, folder: Path) -> list[str]:
     parser = OverridesParser.create(config_loader=loader)
     items = parser.parse_overrides([*params, *config.hydra.overrides.task])
     swept = {item.key_or_group for item in items if item.is_sweep_override()}
-    fixed = {item.key_or_group for item in items} - swept if swept else set()
+    unnamed = {item.key_or_group for item in items} - swept if swept else set()
+    unnamed |= {*config.hydra.job.config.override_dirname.exclude_keys}
     with read_write(config), open_dict(config):
         config.hydra.overrides.hydra += [
             f"hydra.sweep.dir={quoted(str(folder))}",
-            f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(fixed))}]",
+            f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(unnamed))}]",
         ]
         config.hydra.sweep.dir = str(folder)
     names = []

@@ -24,6 +24,8 @@ from conf import schema
 from conf.build import make_task
 from conf.cli import expand
 from conf.compose import compose, compose_checked
+from conf.hints import other_names
+from conf.schema import all_keys
 from envs.tasks import Reply
 from policies.load import load_policy
 
@@ -34,6 +36,7 @@ PAGES += sorted(DOCS.glob("*.md"))
 TEXT = "\n".join(page.read_text() for page in PAGES).replace("\\\n", " ")
 ELSEWHERE = {"env=verifiers", "env=brief"}  # need a package, or a file of the page
 OPEN = ("env.task.", "env.rewards.", "env.transforms.", "policy.chat_template_kwargs.")
+FILES = [(path.parent.name, path) for path in (ROOT / "conf").glob("*/*.yaml")]
 RUN = "outputs/grpo_tiny/2026-01-01_00-00-00"
 
 
@@ -181,6 +184,26 @@ def test_keys_and_files_that_a_page_names_exist(page):
     folders = "conf|policies|envs|trainer|tests|docs|benchmarks"
     for name in re.findall(rf"`((?:{folders})/[\w/]+\.(?:py|yaml|md|json|svg))", text):
         assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+HINTS = [(page, name) for page, names in other_names().items() for name in names]
+
+
+@pytest.mark.parametrize(("page", "name"), HINTS)
+def test_a_hint_says_what_the_row_of_its_page_says(page, name):
+    means, text = other_names()[page][name], (ROOT / page).read_text()
+    assert name not in all_keys()
+    known = all_keys() | {f"{part}={path.stem}": 0 for part, path in FILES}
+    entries = means.values() if isinstance(means, dict) else filter(None, [means])
+    words = {word for entry in entries for word in re.findall(r"[a-z_]+[.=][\w.=]+|resume$", entry)}
+    for word in words:
+        assert word in known or word.partition("=")[0] in known, word
+    cells = re.findall(rf"(?m)^\|([^|]*`[^`|]*\b{re.escape(name)}\b[^|]*)\|(.*)\|$", text)
+    if page != "docs/configuration.md":
+        assert re.search(rf"\b{re.escape(name)}\b", text)
+        row = " ".join(cell for _, cell in cells)
+        assert not words or any(word in row for word in words)
+        assert all(word in text for word in words)
 
 
 @pytest.mark.runs

@@ -3,11 +3,12 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 from trainer.reports.formats import duration, nats, short
 from trainer.runs.folders import program, quoted
 from trainer.runs.redact import redact_text
-from trainer.runs.run_files import PLACES, Run, dig, number
+from trainer.runs.run_files import PLACES, Run, dig, number, read_yaml
 
 GAINS = {  # only the first one before the accuracies that a run has
     "reward/raw_mean": "task reward",
@@ -81,12 +82,31 @@ def hydra_path(path: Path) -> str:
 
 def repeat_command(run: Run) -> str:
     """Return the command that repeats a run in a new folder; "" if Hydra did not start it."""
+    hydra = read_yaml(run.folder / ".hydra" / "hydra.yaml").get("hydra")
     left_out = (*(f"{key}=" for key in PLACES), "hydra.")
-    words = [redact_text(word) for word in run.words if not word.startswith(left_out)]
+    words = [word for word in run.words if not word.startswith(left_out)]
     named = [word for word in words if word.startswith("experiment=")]
-    first = named or [f"experiment={run.experiment}"]
     rest = [word for word in words if word not in named]
-    return shlex.join([*program(), *first, *rest]) if run.words else ""
+    if not named and (chosen := dig(hydra, "runtime", "choices", "experiment")):
+        named = [f"experiment={chosen}"]  # by the primary configuration
+    command = map(redact_text, [*_config_flags(hydra), *named, *rest])
+    return shlex.join([*program(), *command]) if run.words else ""
+
+
+def _config_flags(hydra: Any) -> list[str]:
+    """Return the flags of a command line that name its configuration files, from hydra.yaml."""
+    flags = []
+    for source in dig(hydra, "runtime", "config_sources") or []:
+        provider, path = dig(source, "provider"), dig(source, "path")
+        if provider == "command-line":
+            flags.append(f"--config-dir={path}")
+        elif provider == "main" and dig(source, "schema") == "file":
+            flags.append(f"--config-path={path}")
+    name = dig(hydra, "job", "config_name")
+    if name not in (None, "config"):
+        flags.append(f"--config-name={name}")
+    words = dig(hydra, "overrides", "hydra") or []
+    return flags + [word for word in words if word.startswith("hydra.searchpath=")]
 
 
 def python_reward(run: Run) -> bool:
