@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from conf.schema import all_keys
+from conf.schema import OPEN, all_keys
 from trainer.runs.run_files import read_yaml
 
 ALGORITHMS = "docs/algorithms.md"
@@ -38,7 +38,7 @@ def _hint(name: str, means: Any, value: Any, page: str) -> str:
         ours = {str(theirs).lower(): words for theirs, words in means.items()}
         means = ours.get(str(value).lower())
         name = f"{name}={value}" if means else name
-    return f"{name} is {means} here ({page})" if means else f"{page} translates {name}"
+    return f"{name} is {means} here ({page})" if means else f"for {name} see {page}"
 
 
 def nearest(key: str, value: Any = None) -> str:
@@ -52,9 +52,16 @@ def nearest(key: str, value: Any = None) -> str:
     if elsewhere:
         return elsewhere
     close = [name for name in all_keys() if name.rpartition(".")[2] == leaf][:2]
-    close = close or difflib.get_close_matches(key, [*all_keys(), "experiment"], 1, 0.75)
-    suggestion = f"; did you mean {' or '.join(close)}?" if close else ""
-    return suggestion or "; see --cfg job"
+    section = key.rpartition(".")[0]
+    beside = [name for name in all_keys() if name.rpartition(".")[0] == section]
+    leaves = difflib.get_close_matches(leaf, [name.rpartition(".")[2] for name in beside], 1, 0.7)
+    close = close or [f"{section}.{each}" for each in leaves if section]
+    close = close or difflib.get_close_matches(key, ["experiment", *all_keys()], 1, 0.85)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    if section in OPEN:
+        return f"; only a class of your own, a _target_ of {section}, may have it ({ALGORITHMS})"
+    return "; see --cfg job"
 
 
 def missing_file(file: str, files: Sequence[str]) -> str:

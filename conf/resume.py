@@ -8,7 +8,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import checked
-from conf.schema import TYPES, part_of, declared
+from conf.schema import TYPES, declared, part_of
 from trainer.runs.discover import find_jobs, has_weights, is_running
 from trainer.runs.run_files import PLACES, PREFIX
 

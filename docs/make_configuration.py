@@ -124,11 +124,13 @@ def _shown(value: Any) -> str:
 def _arguments(group: str) -> list[str]:
     """Return a table of what the files of a folder give to the classes that they name."""
     out = []
-    for path in sorted((FOLDER / group).glob("*.yaml")):
-        said = comments(path)
-        for key, target, value in _given(yaml.safe_load(path.read_text()), ""):
-            about = f"{_shown(value)} | {_plain(said.get(key, ''))}"
-            out.append(f"| `{group}.{key}` | `{group}={path.stem}` | `{target}` | {about} |")
+    for path in sorted((FOLDER / group).rglob("*.yaml")):
+        said, inner = comments(path), path.parent.name if path.parent.name != group else ""
+        word = f"{group}/{inner}={path.stem}" if inner else f"{group}={path.stem}"
+        inside = f"{inner}." if inner else ""  # of policy/engine=vllm
+        for key, target, value in _given(yaml.safe_load(path.read_text()), inside):
+            about = f"{_shown(value)} | {_plain(said.get(key.removeprefix(inside), ''))}"
+            out.append(f"| `{group}.{key}` | `{word}` | `{target}` | {about} |")
     head = ["| argument | given by | to | value | |", "|---|---|---|---|---|"]
     return [*head, *out] if out else []
 

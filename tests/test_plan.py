@@ -5,14 +5,18 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
+import small_runs
 import torch
 from engines import Copy, beside
 from runs import SMALL, metrics, train
 
+from conf.build import make_task
 from conf.compose import compose_checked
 from conf.plan import SECTIONS, plan
 from conf.schema import FOLDER, Key, leaves, part_of
+from envs.tasks import Reply, SortDigits
 from trainer.advantage import GroupAdvantage
+from trainer.demonstrations import Demonstrations
 from trainer.kl_control import KLControllerBase
 from trainer.kl_estimators import Estimator
 from trainer.objectives import Terms
@@ -191,6 +195,69 @@ def test_a_key_of_leash_with_a_typo_is_no_key_of_a_users_own():
 def test_a_subclass_takes_what_its_base_takes():
     words = [f"algorithm.advantage._target_={HERE}.Own", "algorithm.baseline=leave_one_out"]
     assert plan(compose_checked([*OWN, *words])).advantage.node["baseline"] == "leave_one_out"
+
+
+class Reversed(Demonstrations):
+    """A subclass of leash's source."""
+
+
+class Repeated:
+    """A source of a user's own for SFT."""
+
+    def __init__(self, *, task, prompts_per_iteration: int) -> None:
+        self.rows, self.size = task.demonstrations(), prompts_per_iteration
+
+    def __call__(self, iteration: int):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("source", ["Reversed", "Repeated"])
+def test_sft_takes_a_source_of_a_users_own(source):
+    words = ["env=sort_digits", "algorithm=sft", *OFF, "policy.model=tiny", "allow_targets=true"]
+    parts = plan(compose_checked([*words, f"algorithm.source._target_={HERE}.{source}"]))
+    assert parts.source.node["prompts_per_iteration"] == 4
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_the_weight_of_the_tasks_reward_holds_without_other_rewards(weight):
+    task = make_task(compose_checked([*OWN, f"env.task_weight={weight}"])["env"])
+    row = task.rows("train")[0]
+    right = Reply(row["answer"], True, [])
+    assert task.reward(row, right).total == weight * SortDigits().reward(row, right).total
+
+
+class Silent:
+    """An advantage that writes nothing."""
+
+    def __call__(self, batch):
+        return batch
+
+
+class Short(Silent):
+    """An advantage of another shape."""
+
+    def __call__(self, batch):
+        return batch.set("advantage", batch["reward_raw"].sum(-1, keepdim=True))  # [B, 1]
+
+
+class Unpriced(Silent):
+    """An advantage that writes no reward."""
+
+    def __call__(self, batch):
+        return batch.set("advantage", batch["reward_raw"])
+
+
+@pytest.mark.parametrize(
+    ("part", "line"),
+    [
+        (Silent(), "Silent to write advantage"),
+        (Short(), r"Short to write advantage, \[B, T\].*got the shape"),
+        (Unpriced(), "Unpriced to write reward, .*charge_reward"),
+    ],
+)
+def test_a_part_that_does_not_write_what_others_read_is_named(part, line, tmp_path):
+    with pytest.raises(ValueError, match=line):
+        small_runs.train(tmp_path, change=lambda loop: setattr(loop, "advantage", part))
 
 
 @pytest.mark.runs
