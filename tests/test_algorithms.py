@@ -270,11 +270,13 @@ def test_loss_and_gradient_are_those_of_the_paper(name):
     assert not bounded or 0 < clipped.double().mean() < 1, "the case needs tokens of both kinds"
 
 
-def test_a_group_need_not_lie_together_and_an_advantage_has_its_bound():
+@pytest.mark.parametrize("whiten", [False, True])
+def test_a_group_need_not_lie_together_and_an_advantage_has_its_bound(whiten):
     batch, order = Case().batch, torch.arange(24).view(2, 12).T.flatten()
-    want = GroupAdvantage(group_size=G, leash=leash(BETA))(batch.clone())["advantage"]
+    options = {"group_size": G, "leash": leash(BETA), "whiten": whiten}
+    want = GroupAdvantage(**options)(batch.clone())["advantage"]
     assert want.abs().max() > 0.8
-    bounded = GroupAdvantage(group_size=G, leash=leash(BETA), clip_advantage=0.8)
+    bounded = GroupAdvantage(**options, clip_advantage=0.8)
     assert torch.equal(bounded(batch[order])["advantage"], want[order].clamp(-0.8, 0.8))
 
 
