@@ -36,7 +36,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
     from trainer.runs.versions import about_machine
 
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    algorithm, opt = cfg.algorithm, cfg.optimizer
+    algorithm = cfg.algorithm
     steps = cfg.trainer.num_iterations * algorithm.epochs * algorithm.minibatches
     parts = plan(config)
     with parts.runtime(folder=folder, seed=cfg.seed) as runtime:
@@ -62,12 +62,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         advantage = parts.advantage(**shared)
         objective = parts.objective(**shared)
         all_observers = build.make_observers(cfg, runtime, custom)
-
-        def make_optimizer(model: Any) -> Any:
-            groups = trainer.parameter_groups(model, weight_decay=opt.weight_decay)
-            return parts.optimizer(params=groups, model=model)
-
-        scorer, optimizer = runtime.prepare(policy, make_optimizer, reference, advantage)
+        scorer, optimizer = runtime.prepare(policy, parts.make_optimizer, reference, advantage)
         loop = parts.trainer(
             runtime=runtime,
             policy=policy,

@@ -148,15 +148,16 @@ def make_controller(kl: Section, **facts: Any) -> KLControllerBase:
     ValueError for a missing key.
     """
     make, names = controller_arguments(kl)
-    own = kl["controller"]
-    node = dict(own) if isinstance(own, Mapping) else {}
+    controller = kl["controller"]
+    node = dict(controller) if isinstance(controller, Mapping) else {}
     node.pop("_target_", None)
-    given = {name: kl[name] for name in names if name not in node}
+    keys = {name: kl[name] for name in names if name not in node}
     for name, parameter in inspect.signature(make).parameters.items():
-        if name in given and given[name] is None and parameter.default is parameter.empty:
-            raise ValueError(f"kl.controller={own} needs kl.{name}, got none; give kl.{name}=...")
+        if name in keys and keys[name] is None and parameter.default is parameter.empty:
+            text = f"kl.controller={controller} needs kl.{name}, got none"
+            raise ValueError(f"{text}; give kl.{name}=...")
     facts = {name: fact for name, fact in facts.items() if name in arguments_of(make)[0]}
-    return make(**given, **facts, **node)
+    return make(**keys, **facts, **node)
 
 
 def facts_of(config: Section) -> dict[str, int]:

@@ -67,7 +67,7 @@ def _undeclared(cfg: Config) -> Iterator[str]:
     """Yield each key that leash does not declare, unless a class of the user's own may take it."""
     for group in schema.groups():
         node = cfg[group]
-        targets = [own["_target_"] for _, own in walk(node)]
+        targets = [part["_target_"] for _, part in walk(node)]
         if group in schema.OPEN and not all(name.startswith(PACKAGES) for name in targets):
             continue  # conf/plan.py refuses it unless an argument has its name
         for name in node.keys() - schema.declared()[schema.part_of(group, node)].keys():

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from conf.schema import OPEN, all_keys
+from conf.schema import FOLDER, OPEN, all_keys
 from trainer.runs.run_files import read_yaml
 
 ALGORITHMS = "docs/algorithms.md"
@@ -70,7 +70,7 @@ def missing_file(file: str, files: Sequence[str]) -> str:
     if not group:
         return f"--config-name={name}: there is no file {name}.yaml in conf/ or --config-dir"
     top, _, path = file.partition("/")
-    if top != "hydra" and "/" in path:
+    if top != "hydra" and "/" in path and not (FOLDER / group).is_dir():
         remedy = f"--config-dir=<folder> {top}={name} for <folder>/{top}/{name}.yaml"
         return f"{top}={path}: expected the name of a file, got a path; give {remedy}"
     if group == "algorithm" and (nearest_words := other_names()[ALGORITHMS].get(name)):

@@ -59,13 +59,13 @@ class Keys:
         """
         node = {"_target_": node} if isinstance(node, str) else node
         names, _ = arguments_of(find_target(node["_target_"]))
-        given = {}
+        arguments = {}
         for section in sections:
             for name, value in self.config[section].items():
                 if name in names and name not in (*node, *objects):
-                    given[name] = value
+                    arguments[name] = value
                     self.take(f"{section}.{name}")
-        return Part({**given, **node})
+        return Part({**arguments, **node})
 
     def untaken(self) -> Iterator[str]:
         """Yield each key that no part has taken and that differs from its default, as key=value."""
@@ -89,6 +89,12 @@ class Plan:
     schedule: Part
     update: Part
     trainer: Part
+
+    def make_optimizer(self, model: Any) -> Any:
+        """Return the optimiser of a model's parameters; only matrices are decayed."""
+        decay = self.optimizer.node.get("weight_decay", 0.0)
+        groups = find_target("trainer.parameter_groups")(model, weight_decay=decay)
+        return self.optimizer(params=groups, model=model)
 
 
 def plan(config: Section) -> Plan:
@@ -158,8 +164,8 @@ def take_the_rest(keys: Keys, parts: Plan) -> None:
     objective = parts.objective.node
     if "surrogate" in objective:  # it reads only some of the bounds that the objective takes
         surrogate = objective["surrogate"]
-        own = find_surrogate(build(surrogate) if isinstance(surrogate, Mapping) else surrogate)
-        bounds = {key for each in SURROGATES.values() for key in each.keys} - {*own.keys}
+        row = find_surrogate(build(surrogate) if isinstance(surrogate, Mapping) else surrogate)
+        bounds = {key for each in SURROGATES.values() for key in each.keys} - {*row.keys}
         keys.taken -= {f"algorithm.{key}" for key in bounds}
     keys.take("trainer.overlap", "trainer.stop_at", "trainer.patience", "trainer.show_every")
     keys.take("kl.controller", "kl.estimator", "kl.where", "kl.allow_biased", "kl.measure")
@@ -174,14 +180,15 @@ def take_the_rest(keys: Keys, parts: Plan) -> None:
 def _takers(key: str) -> str:
     """Return " (<parts of leash> would)" for a key that a part of another run takes, or ""."""
     section, _, name = key.partition(".")
-    found = []
+    takers = []
     if section == "kl":
         makers = CONTROLLERS.items()
-        found = [f"kl.controller={own}" for own, make in makers if name in arguments_of(make)[0]]
+        takers = [f"kl.controller={each}" for each, make in makers if name in arguments_of(make)[0]]
     if section == "algorithm":
-        found = [f"algorithm.surrogate={s}" for s, own in SURROGATES.items() if name in own.keys]
+        rows = SURROGATES.items()
+        takers = [f"algorithm.surrogate={each}" for each, row in rows if name in row.keys]
         texts = [path.read_text() for path in (FOLDER / "algorithm").glob("*.yaml")]
         targets = sorted({*re.findall(r"_target_: (trainer\.\w+)", "\n".join(texts))})
-        takers = [target for target in targets if name in arguments_of(find_target(target))[0]]
-        found = found or takers
-    return f" ({' or '.join(found)} would); leave it out" if found else "; leave it out"
+        if not takers:
+            takers = [target for target in targets if name in arguments_of(find_target(target))[0]]
+    return f" ({' or '.join(takers)} would); leave it out" if takers else "; leave it out"

@@ -134,13 +134,14 @@ def gradient(
     advantage = build(algorithm.advantage, algorithm, leash=own, policy=policy, runtime=runtime)
     made = shards.ShardedRuntime("/tmp") if spread else runtime
     scorer, optimizer = made.prepare(
-        policy, lambda scorer: Record(scorer.parameters()), {}, step.reference, advantage
+        policy, lambda scorer: Record(scorer.parameters()), step.reference, advantage
     )
     update = Update(
         scorer,
         optimizer,
         build(algorithm.objective, algorithm, leash=own),
         runtime,
+        leash=own,
         lr=lambda number: 0.0,
         aggregation=algorithm.aggregation,
         packing=algorithm.get("packing", False),

@@ -219,8 +219,8 @@ def every_epoch_has_an_order_of_its_own() -> None:
     played, shown = set(), set()
     for seed in range(3):
         parts = {"task": task, "env": ChatEnv(task), "runtime": Runtime("/tmp", seed=seed)}
-        source = Rollouts(**parts, generator=policy, size=8)  # every row
-        data = Demonstrations(**parts, policy=policy, size=8)
+        source = Rollouts(**parts, generator=policy, prompts_per_iteration=8)  # every row
+        data = Demonstrations(**parts, policy=policy, prompts_per_iteration=8)
         for epoch in range(3):
             played.add(tuple(row["answer"] for row in source.prompts(epoch).get("row").tolist()))
             shown.add(str(data(epoch)["tokens", "full"].tolist()))

@@ -69,6 +69,7 @@ GOES_WITH = {  # what a group file leaves to the user, or needs beside it
     "env=reasoning_gym": ["env.task.name=chain_sum"],
     "env=learnt_reward": ["env.task.reward_model=experiment:rm_tiny"],
     "env=preferences": ["algorithm=reward", *OFFLINE, *UNJUDGED],
+    "optimizer=adamw_8bit": ["allow_targets=true"],
     "algorithm=sft": OFFLINE,
     "algorithm=minor_sft": OFFLINE,
     "algorithm=reward": ["env=preferences", *OFFLINE, *UNJUDGED],

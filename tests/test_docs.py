@@ -36,7 +36,11 @@ PAGES += sorted(DOCS.glob("*.md"))
 TEXT = "\n".join(page.read_text() for page in PAGES).replace("\\\n", " ")
 ELSEWHERE = {"env=verifiers", "env=brief"}  # need a package, or a file of the page
 OPEN = ("env.task.", "env.rewards.", "env.transforms.", "policy.chat_template_kwargs.")
-FILES = [(path.parent.name, path) for path in (ROOT / "conf").glob("*/*.yaml")]
+OPEN += ("policy.engine.",)
+FILES = [
+    (str(path.parent.relative_to(ROOT / "conf")), path)
+    for path in (ROOT / "conf").rglob("*/*.yaml")
+]
 RUN = "outputs/grpo_tiny/2026-01-01_00-00-00"
 
 
@@ -195,9 +199,12 @@ def test_a_hint_says_what_the_row_of_its_page_says(page, name):
     assert name not in all_keys()
     known = all_keys() | {f"{part}={path.stem}": 0 for part, path in FILES}
     entries = means.values() if isinstance(means, dict) else filter(None, [means])
-    words = {word for entry in entries for word in re.findall(r"[a-z_]+[.=][\w.=]+|resume$", entry)}
+    words = {
+        word for entry in entries for word in re.findall(r"[a-z_/]+[.=][\w.=]+|resume$", entry)
+    }
     for word in words:
-        assert word in known or word.partition("=")[0] in known, word
+        known_key = word.partition("=")[0] in known or word.startswith(OPEN)
+        assert word in known or known_key, word
     cells = re.findall(rf"(?m)^\|([^|]*`[^`|]*\b{re.escape(name)}\b[^|]*)\|(.*)\|$", text)
     if page != "docs/configuration.md":
         assert re.search(rf"\b{re.escape(name)}\b", text)

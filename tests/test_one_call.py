@@ -121,7 +121,10 @@ def test_what_is_refused_is_a_line_and_leaves_nothing(changed, key, place):
 
 
 def test_a_reward_that_fails_is_named_by_its_line_before_a_model_is_loaded(monkeypatch):
-    monkeypatch.setattr("policies.load_policy", None)  # calling it would be another error
+    def load(**options):
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("policies.load_policy", load)
     with pytest.raises(RuntimeError, match=r"KeyError: 'levels' .*test_one_call.py, line"):
         call(lambda row, reply: row["levels"])
 

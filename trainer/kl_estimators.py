@@ -118,11 +118,11 @@ def check_place(where: str, estimator: str | Estimator, *, allow_biased: bool = 
     """
     if where not in PLACES:
         raise ValueError(f"expected kl.where to be one of {', '.join(PLACES)}, got {where!r}")
-    own = find_estimator(estimator)
-    missing = where == "reward" and own.needs != "samples"
-    reason = own.refused.get(where, f"it needs the {own.needs}" if missing else "")
+    row = find_estimator(estimator)
+    missing = where == "reward" and row.needs != "samples"
+    reason = row.refused.get(where, f"it needs the {row.needs}" if missing else "")
     if not reason or (allow_biased and not missing):
         return
-    name = estimator if isinstance(estimator, str) else own.term.__name__
+    name = estimator if isinstance(estimator, str) else row.term.__name__
     remedy = "" if missing else ", or set kl.allow_biased=true"
     raise ValueError(f"kl.estimator={name} with kl.where={where}: {reason}{remedy}")
