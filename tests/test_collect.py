@@ -266,7 +266,12 @@ def test_what_a_reward_writes_into_its_row_is_in_no_later_prompt():
 
 def test_with_the_prompt_mask_the_last_turn_alone_is_learnt():
     task = Words(2)
-    parts = {"task": task, "generator": make_policy(), "runtime": one_process(), "size": 2}
+    parts = {
+        "task": task,
+        "generator": make_policy(),
+        "runtime": one_process(),
+        "prompts_per_iteration": 2,
+    }
     env = ChatEnv(task, group_size=G, max_turns=2)
     batch = Rollouts(**parts, env=env, mask="prompt")(0)
     for sampled, learnt in zip(batch[RESPONSE].tolist(), batch["loss_mask"].tolist(), strict=True):
