@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from policies import products
+from policies.attention import NAME
+from policies.layout import takes_masks
 
 # transformers' classes with the forward of Llama's
 NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
@@ -21,19 +23,64 @@ MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP")
 def replace_layers(model: nn.Module) -> None:
     """Give the norms before linear layers, and the MLPs, the classes below; weights stay.
 
+    A class that computes something else keeps its layers; the first of each class is compared.
     Linear layers become products.Linear where oneDNN is faster.
     """
-    silu = getattr(model.config, "hidden_act", None) == "silu"
+    equal: dict[type, bool] = {}
     for name, layer in model.named_modules():
-        kind = type(layer).__name__
-        if type(layer) is nn.Linear and products.ONEDNN_IS_FASTER:
+        kind = type(layer)
+        if kind is nn.Linear and products.ONEDNN_IS_FASTER:
             layer.__class__ = products.Linear
-        if not type(layer).__module__.startswith("transformers.models."):
+        if not kind.__module__.startswith("transformers.models."):
             continue  # another layer of that name
-        if kind in NORMS and name.endswith("layernorm"):  # not the last one, nor those of heads
-            layer.__class__ = RMSNorm
-        elif kind in MLPS and silu:
-            layer.__class__ = MLP
+        if kind.__name__ in NORMS and name.endswith("layernorm"):  # not the last, nor of heads
+            ours = RMSNorm
+        elif kind.__name__ in MLPS:
+            ours = MLP
+        else:
+            continue
+        if kind not in equal:
+            equal[kind] = computes_the_same(layer, ours)
+        if equal[kind]:
+            layer.__class__ = ours
+
+
+@torch.enable_grad()
+def computes_the_same(layer: nn.Module, ours: type[nn.Module]) -> bool:
+    """Return whether a layer has the same outputs and gradient as one of the class `ours`."""
+    weight, theirs, results = next(layer.parameters()), type(layer), []
+    width = weight.shape[-1]
+    inputs = torch.linspace(-2, 2, 4 * width, dtype=weight.dtype, device=weight.device)
+    for kind in (theirs, ours):
+        x = inputs.view(width, 4).T.clone().requires_grad_()  # [4, H]
+        layer.__class__ = kind
+        out = layer(x)
+        (slope,) = torch.autograd.grad(out.float().square().sum(), x)
+        results.append(torch.stack([out, slope]).detach())  # [2, 4, H]
+    layer.__class__ = theirs
+    return is_close(*results)
+
+
+@torch.no_grad()
+def replace_attention(model: Any) -> None:
+    """Let a model on a CPU use policies.attention in place of sdpa, if its logits stay the same."""
+    theirs = model.config._attn_implementation
+    if theirs != "sdpa" or model.device.type != "cpu" or not takes_masks(model.config):
+        return
+    ids, logits = torch.arange(4).expand(2, 4), []
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]]).bool()
+    for kind in (theirs, NAME):
+        model.set_attn_implementation(kind)
+        logits.append(model(input_ids=ids, attention_mask=mask).logits[mask])  # [7, V]
+    if not is_close(*logits):
+        model.set_attn_implementation(theirs)
+
+
+def is_close(got: Tensor, want: Tensor) -> bool:
+    """Return whether outputs differ by no more than the rounding of their dtype."""
+    limit = 1e-5 if want.dtype.itemsize >= 4 else 2e-2
+    gap = (got.float() - want.float()).norm()
+    return bool(gap <= limit * want.float().norm())
 
 
 class RMSNorm(nn.Module):

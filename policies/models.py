@@ -175,18 +175,19 @@ def load_model(
     dtype: str = "float32",
     device: Any = None,
     attn_implementation: str | None = None,
+    kernels: bool = True,
 ) -> "PreTrainedModel":
     """Load a causal language model in eval mode, dropout 0, on the CPU by default.
 
-    attn_implementation: of transformers, with its errors; None = sdpa or policies.attention.
+    attn_implementation: of transformers, with its errors; None = sdpa if the class has it.
+    kernels: use policies.layers, and policies.attention in place of sdpa on a CPU, where they
+    compute what the model's own classes compute.
     Missing or quantised weights, or a model that is not a causal language model, are a ValueError.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from policies import layout
-    from policies.attention import NAME
-    from policies.layers import replace_layers
+    from policies.layers import replace_attention, replace_layers
 
     local = {"local_files_only": True, "trust_remote_code": False}
     with quiet():
@@ -195,11 +196,10 @@ def load_model(
         if getattr(config, "quantization_config", None):
             raise ValueError(f"{files.folder}: expected weights to train, got quantised ones")
         _zero_dropout(config)
-        kind = NAME if layout.takes_masks(config) and str(device or "cpu") == "cpu" else "sdpa"
         with contextlib.nullcontext() if attn_implementation else readable(files.folder, "weights"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 files.folder, config=config, dtype=getattr(torch, dtype),
-                attn_implementation=attn_implementation or kind,
+                attn_implementation=attn_implementation,
                 output_loading_info=True, use_safetensors=True, **local,
             )  # fmt: skip
     model, info = loaded
@@ -207,8 +207,12 @@ def load_model(
         raise ValueError(
             f"{files.folder}: the weights lack {len(missing)} of the model's tensors: {missing[0]}"
         )
-    replace_layers(model)
+    freeze_towers(model)
     model = model.eval().to(device or "cpu")
+    if kernels:
+        replace_layers(model)
+        if attn_implementation is None:
+            replace_attention(model)
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             fault = f"expected finite weights, got NaN or infinity in {name}"
@@ -222,6 +226,15 @@ def _zero_dropout(config: Any) -> None:
         for name, value in vars(part).items():
             if name.endswith(("dropout", "pdrop", "dropout_prob", "layerdrop")) and value:
                 setattr(part, name, 0.0)
+
+
+def freeze_towers(model: Any) -> None:
+    """Freeze the weights that a text never reaches: towers of images and sound, and projectors."""
+    if model.config.get_text_config() is not model.config:
+        parts = model.get_decoder(), model.get_output_embeddings()
+        reached = {id(p) for part in parts for p in part.parameters()}
+        for p in model.parameters():
+            p.requires_grad_(id(p) in reached)
 
 
 def load_tokenizer(files: ModelFiles) -> "PreTrainedTokenizerFast":
@@ -265,14 +278,14 @@ def token_ids(source: Any, name: str) -> list[int]:
 
 @contextlib.contextmanager
 def readable(folder: Path, part: str) -> Iterator[None]:
-    """Turn library errors about damaged files into a one-line ValueError with a remedy."""
+    """Turn library errors into a one-line ValueError, for damaged files with a remedy."""
     try:
         yield
     except Exception as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{folder}: cannot read the {part} ({message}); copy or download it again"
-        ) from error
+        supported = not isinstance(error, ValueError | ImportError)
+        remedy = "; copy or download it again" if supported else ""
+        raise ValueError(f"{folder}: cannot read the {part} ({message}){remedy}") from error
 
 
 @contextlib.contextmanager

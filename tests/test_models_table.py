@@ -1,0 +1,41 @@
+"""Families of models against transformers alone: sampler, scorer, train mode, gradient, KL."""
+
+import pytest
+from models_table import families, listed, measure, write_checkpoint
+
+from policies.load import load_policy
+
+pytestmark = [
+    pytest.mark.models,
+    # torch's import of its compiler, at the first forward of a convolution or state space
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+RUNS, REFUSED = (
+    [name for name, settings in families().items() if ("refused" in settings) == refused]
+    for refused in (False, True)
+)
+
+
+@pytest.mark.parametrize("family", RUNS)
+def test_a_family_samples_scores_and_learns_as_transformers_computes_it(family, tmp_path):
+    measured = measure(write_checkpoint(family, tmp_path))
+    assert measured.sample < families()[family].get("sample_within", 1e-5)
+    assert max(measured.right, measured.left, measured.grouped, measured.train) < 1e-5
+    assert measured.gradient < 1e-4
+    assert measured.kl == 0
+    assert measured.trains == measured.reached
+    if measured.shares:
+        assert measured.packed < 1e-5
+    else:
+        assert measured.packed is None, "packed rows would attend to each other"
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_cannot_be_sampled_is_refused_in_a_line(family, tmp_path):
+    with pytest.raises(ValueError, match=families()[family]["refused"]) as error:
+        load_policy(str(write_checkpoint(family, tmp_path)))
+    assert "\n" not in str(error.value)
+
+
+def test_the_page_of_models_is_that_of_the_table():
+    assert listed() == list(families()), "run python tests/models_table.py"
