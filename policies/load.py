@@ -1,7 +1,9 @@
 """From a model's name to a policy, and from a policy to its frozen reference."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,6 +58,7 @@ def load_policy(
     classes = {"attn_implementation": attn_implementation, "kernels": kernels}
     network = load_model(files, dtype=dtype, device=device, **classes)
     check_model(network)
+    frozen = freeze_unreached(network)
     if lora and lora.get("r") != 0:
         adapters.add_adapter(network, **lora)
     if gradient_checkpointing:  # nothing is random in a layer: dropout is 0
@@ -78,7 +81,7 @@ def load_policy(
     )
     if chat_template is not None:  # the saved model speaks the template it was trained with
         policy.tokenizer.chat_template = policy.renderer.template
-    policy.files, policy.source = files, source
+    policy.files, policy.source = replace(files, frozen=frozen), source
     policy.classes = classes
     policy.system_prompt = system_prompt
     return policy
@@ -164,6 +167,28 @@ def check_model(model: Any) -> None:
             f"expected {name} to compute the same logits for a whole row and token by token, got "
             "other values; it cannot be sampled from"
         )
+
+
+@torch.enable_grad()
+def freeze_unreached(model: Any) -> int:
+    """Freeze the weights that a text never reaches, as towers of images are; return their number.
+
+    DDP waits for a gradient of every trained weight. An expert that this row does not use is
+    trained: other experts of the same name are in the graph.
+    """
+    ids = torch.arange(4, device=model.device)[None]  # [1, 4]
+    nodes, seen = [model(input_ids=ids).logits.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+    reached = {id(node.variable) for node in seen if hasattr(node, "variable")}
+    named = [(re.sub(r"\d+", "#", name), p) for name, p in model.named_parameters()]
+    names = {name for name, p in named if id(p) in reached}
+    for name, p in named:
+        p.requires_grad_(name in names)
+    return sum(p.numel() for p in model.parameters() if not p.requires_grad)
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor) -> float:

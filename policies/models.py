@@ -42,10 +42,12 @@ class ModelFiles:
     folder: Path
     origin: Origin
     sha256: str
+    frozen: int = 0  # weights that a text never reaches
 
-    def about(self) -> dict[str, str]:
+    def about(self) -> dict[str, str | int]:
         """Return the model's entry in status.json."""
-        return {"name": str(self.folder), "origin": self.origin, "sha256": self.sha256}
+        frozen = {"frozen": self.frozen} if self.frozen else {}
+        return {"name": str(self.folder), "origin": self.origin, "sha256": self.sha256, **frozen}
 
 
 def find_model(model: str, *, source: str = "auto") -> ModelFiles:
@@ -207,7 +209,6 @@ def load_model(
         raise ValueError(
             f"{files.folder}: the weights lack {len(missing)} of the model's tensors: {missing[0]}"
         )
-    freeze_towers(model)
     model = model.eval().to(device or "cpu")
     if kernels:
         replace_layers(model)
@@ -226,15 +227,6 @@ def _zero_dropout(config: Any) -> None:
         for name, value in vars(part).items():
             if name.endswith(("dropout", "pdrop", "dropout_prob", "layerdrop")) and value:
                 setattr(part, name, 0.0)
-
-
-def freeze_towers(model: Any) -> None:
-    """Freeze the weights that a text never reaches: towers of images and sound, and projectors."""
-    if model.config.get_text_config() is not model.config:
-        parts = model.get_decoder(), model.get_output_embeddings()
-        reached = {id(p) for part in parts for p in part.parameters()}
-        for p in model.parameters():
-            p.requires_grad_(id(p) in reached)
 
 
 def load_tokenizer(files: ModelFiles) -> "PreTrainedTokenizerFast":

@@ -1,9 +1,9 @@
 """What leash computes for each family of models, against transformers alone.
 
-    python tests/models_table.py        # writes docs/models.md
+    PYTHONPATH=. python tests/models_table.py        # writes docs/models.md
 
-For each family of tests/families.yaml a tiny checkpoint with random weights is written; log-probs
-of sampler and scorer, and the gradient, are compared with a plain float32 forward of each row alone.
+Each family of tests/families.yaml gets a tiny checkpoint of random weights. The log-probs of
+sampler and scorer, and the gradient, are compared with a plain float32 forward of each row alone.
 """
 
 import re
@@ -30,19 +30,20 @@ INTRO = """\
 <!-- written by `python tests/models_table.py` from tests/families.yaml -->
 
 Each line is a family of causal language models of transformers, by the `model_type` in its \
-`config.json`. For each one `make test-models` writes a tiny checkpoint with random weights, and \
-compares sampler, scorer and gradient with a plain float32 forward of each row alone: the log-probs \
-differ by less than 1e-5 nats, the gradient by less than 1e-4 of its length, and the exact KL of the \
-policy to itself is 0 in the update too. "Exact to" is the largest difference of log-probs here.
+`config.json`. `make test-models` writes a tiny checkpoint of each one with random weights, and \
+compares sampler, scorer and gradient with a plain float32 forward of each row alone. Log-probs \
+differ by less than 1e-5 nats, the gradient by less than 1e-4 of its length, and the exact KL of \
+the policy to itself is 0, in updates with gradient checkpointing too. "Exact to" is the largest \
+difference of log-probs.
 
-"Shared prompts": a group computes its prompt once. "Packing": `algorithm.packing` works. The other \
-families compute one row per sequence, and packing is refused.
+"Shared prompts": a group computes its prompt once. "Packing": `algorithm.packing=true` works; it \
+is refused for the others.
 
-A model of any other family is compared at load too: its scores of a row, and its logits token by \
-token with other rows beside it, against its own forward. If they differ, the run ends with one line. \
-Weights that a text never reaches (towers of images and sound) are frozen. \
-`policy.kernels=false` switches off leash's norms, MLPs and attention; they replace a class of \
-transformers only if they compute the same on the loaded model.
+Every model is checked at load, so a family that is not listed either trains exactly or ends with \
+one line: its scores of a row, and its logits token by token with other rows beside it, must be \
+those of its own forward. Weights that a text never reaches (towers of images and sound) are \
+frozen. leash's norms, MLPs and attention replace those of a model only if the model computes the \
+same with them; `policy.kernels=false` switches them off.
 
 """
 TEMPERATURE = 0.8

@@ -1,6 +1,7 @@
 """Families of models against transformers alone: sampler, scorer, train mode, gradient, KL."""
 
 import pytest
+import torch
 from models_table import families, listed, measure, write_checkpoint
 
 from policies.load import load_policy
@@ -28,6 +29,15 @@ def test_a_family_samples_scores_and_learns_as_transformers_computes_it(family, 
         assert measured.packed < 1e-5
     else:
         assert measured.packed is None, "packed rows would attend to each other"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_an_adapter_is_where_a_text_goes(family, tmp_path):
+    policy = load_policy(str(write_checkpoint(family, tmp_path)), lora={"r": 2})
+    ids = torch.arange(5, 12)[None]
+    policy.scorer(ids, ids > 0).log_probs.sum().backward()
+    assert all(p.grad is not None for p in policy.model.parameters() if p.requires_grad)
+    assert policy.files.about()["frozen"] > 0
 
 
 @pytest.mark.parametrize("family", REFUSED)
