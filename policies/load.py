@@ -57,8 +57,7 @@ def load_policy(
         chat_template = with_variables(template, chat_template_kwargs)
     classes = {"attn_implementation": attn_implementation, "kernels": kernels}
     network = load_model(files, dtype=dtype, device=device, **classes)
-    check_model(network)
-    frozen = freeze_unreached(network)
+    frozen = check_model(network)
     if lora and lora.get("r") != 0:
         adapters.add_adapter(network, **lora)
     if gradient_checkpointing:  # nothing is random in a layer: dropout is 0
@@ -140,12 +139,17 @@ def load_reference(
 
 
 @torch.no_grad()
-def check_model(model: Any) -> None:
-    """Refuse a model whose scores or samples are not those of its own forward of a row."""
+def check_model(model: Any) -> int:
+    """Refuse a model whose scores or samples are not those of its own forward of a row.
+
+    Freeze the weights that the row never reaches; return how many.
+    """
     name, exact = type(model).__name__, model.dtype.itemsize >= 4
     ids = torch.arange(4, device=model.device)[None]  # [1, 4]
     every = torch.ones_like(ids, dtype=torch.bool)
-    expected = model(input_ids=ids, attention_mask=every).logits[0].float()  # [4, V]
+    with torch.enable_grad():
+        logits = model(input_ids=ids, attention_mask=every).logits[0]  # [4, V]
+    frozen, expected = freeze_unreached(model, logits), logits.detach().float()
     with _supported(name, "scored"):
         scores = Scorer(model).logits(ids, every)[0, 1:]  # [3, V]
     # Half precision rounds the two ways differently, by up to 1 %.
@@ -167,17 +171,16 @@ def check_model(model: Any) -> None:
             f"expected {name} to compute the same logits for a whole row and token by token, got "
             "other values; it cannot be sampled from"
         )
+    return frozen
 
 
-@torch.enable_grad()
-def freeze_unreached(model: Any) -> int:
-    """Freeze the weights that a text never reaches, as towers of images are; return their number.
+def freeze_unreached(model: torch.nn.Module, logits: torch.Tensor) -> int:
+    """Freeze weights that the logits do not depend on, as towers of images; return how many.
 
-    DDP waits for a gradient of every trained weight. An expert that this row does not use is
+    DDP waits for a gradient of every trained weight. An expert that the row does not use is
     trained: other experts of the same name are in the graph.
     """
-    ids = torch.arange(4, device=model.device)[None]  # [1, 4]
-    nodes, seen = [model(input_ids=ids).logits.grad_fn], set()
+    nodes, seen = [logits.grad_fn], set()
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
