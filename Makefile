@@ -44,7 +44,7 @@ test-learn: .venv/.ready-dev  ## whole learning runs on three seeds (about an ho
 	$(BIN)/python -m pytest -m learn tests/test_learning.py $(ARGS)
 
 test-models: .venv/.ready-dev  ## families of models against transformers alone, from tiny checkpoints
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m models tests/test_models_table.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/test_models_table.py $(ARGS)
 
 test-reliability: .venv/.ready-dev  ## real runs with faults put in
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m reliability tests/reliability $(ARGS)

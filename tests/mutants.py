@@ -35,6 +35,7 @@ from test_entropy import the_bonus_is_that_of_a_plain_softmax
 from test_invariance import attends_reply_by_reply
 from test_leash import charged_once
 from test_models import has_the_layers_of_transformers
+from test_models_table import computes_as_transformers
 
 from trainer.kl_control import ConstantKLController
 from trainer.surrogates import token_ratio
@@ -216,6 +217,8 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
     "the generator over the trainer": lambda f: (
         lambda log_ratio, *given, **more: f(-log_ratio, *given, **more)
     ),
+    "a head without its factor": lambda f: lambda head, hidden: hidden,
+    "updates in train mode": lambda f: torch.nn.Module.train,
     "global generator": lambda f: (
         lambda stream, position: torch.rand(stream.shape, dtype=torch.float64)
     ),
@@ -258,6 +261,16 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("replies without a prompt", attends_reply_by_reply, "policies.attention:_by_reply"),
     ("tokens in other rows", contracts.alignment, "policies.attention:Grid.fill"),
     ("a norm without its mean", has_the_layers_of_transformers, "policies.layers:_Norm.backward"),
+    (
+        "a head without its factor",
+        partial(computes_as_transformers, "granite"),
+        f"{DIST}:Head.scaled",
+    ),
+    (
+        "updates in train mode",
+        partial(computes_as_transformers, "phimoe"),
+        "policies.scorer:Scorer.train",
+    ),
     ("tokenise again", contracts.token_in_token_out, "trainer.collect:_with_ids"),
     ("cut replies stay open", contracts.token_in_token_out, f"{RENDERER}.extend"),
     ("no temperature", contracts.one_temperature, f"{DIST}:_per_token"),
