@@ -52,7 +52,7 @@ def add_adapter(
         raise ValueError(f"expected policy.lora.target_modules among {names}, got {unknown}")
     targets = sorted(target_modules or names)
     if len(reached) < len(linear):  # layers of the same name are in a tower of images
-        targets = [name for name in reached if name.rpartition(".")[2] in targets]
+        targets = sorted(name for name in reached if name.rpartition(".")[2] in targets)
     config = LoraConfig(
         r=r,
         lora_alpha=alpha,

@@ -275,8 +275,8 @@ def readable(folder: Path, part: str) -> Iterator[None]:
         yield
     except Exception as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        supported = not isinstance(error, ValueError | ImportError)
-        remedy = "; copy or download it again" if supported else ""
+        damaged = not isinstance(error, ValueError | ImportError)
+        remedy = "; copy or download it again" if damaged else ""
         raise ValueError(f"{folder}: cannot read the {part} ({message}){remedy}") from error
 
 

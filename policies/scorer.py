@@ -8,7 +8,7 @@ Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -56,9 +56,10 @@ class Placement:
 
 LOCAL = Placement()
 
-# Names that a config has for the head's cap and factor; another head is refused at load.
+# Names that configs have for the head's cap and factor; another head is refused at load.
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
-FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon-H1
+DIVISORS = ("logits_scaling",)  # Granite
 # What `max_positions` is called in a config: rows past it would change each other's rotary
 # embeddings, which longrope chooses by the longest row of a forward.
 POSITIONS = "max_position_embeddings, with longrope original_max_position_embeddings"
@@ -185,16 +186,9 @@ class Scorer(nn.Module):
     def head(self) -> Head:
         """Return the function from hidden states to logits."""
         out, config = self.model.get_output_embeddings(), text_config(self.model)
-        caps = (getattr(config, name, None) for name in CAPS)
-        factors = (getattr(config, name, None) for name in FACTORS)
-        divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
-        return Head(
-            out.weight,
-            getattr(out, "bias", None),
-            next((cap for cap in caps if cap is not None), None),
-            self.autocast,
-            next((factor for factor in factors if factor is not None), 1.0) / divisor,
-        )
+        factor = (_first(config, FACTORS) or 1.0) / (_first(config, DIVISORS) or 1.0)
+        bias, cap = getattr(out, "bias", None), _first(config, CAPS)
+        return Head(out.weight, bias, cap, self.autocast, factor)
 
     def precision(self) -> AbstractContextManager:
         """Return the autocast context that sampling and scoring share."""
@@ -238,6 +232,12 @@ def text_config(model: nn.Module) -> Any:
     """Return the config of a model's text decoder; of most models it is the config."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _first(config: Any, names: Sequence[str]) -> float | None:
+    """Return the first of these numbers that a config has."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int | float)), None)
 
 
 def body_of(model: Any) -> nn.Module:
