@@ -6,7 +6,7 @@ PIP_IN := bin/pip install --disable-pip-version-check -q
 PIP := .venv/$(PIP_IN)
 ARGS ?=
 
-.PHONY: help setup run test test-runs lint bench gpu-check test-learn test-reliability test-scale neutral mutants test-ray test-others test-peers test-vllm test-floors test-browser yardstick docs clean
+.PHONY: help setup run test test-runs test-models lint bench gpu-check test-learn test-reliability test-scale neutral mutants test-ray test-others test-peers test-vllm test-floors test-browser yardstick docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,7 +28,7 @@ setup: .venv/.ready  ## make .venv, install leash and the embedded model
 run: setup  ## the main job: a real chat model learns; ARGS="experiment=grpo_tiny kl.coeff=0.1"
 	$(BIN)/python train.py $(ARGS)
 
-OWN := learn peers gpu vllm ray browser reliability scale others  # marks with targets of their own
+OWN := learn peers gpu vllm ray browser reliability scale others models  # marks with targets of their own
 test: .venv/.ready-dev  ## the tests, in two processes; ARGS=--durations=20 names the slowest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not runs $(OWN:%=and not %)" $(ARGS)
 
@@ -42,6 +42,9 @@ lint: .venv/.ready-dev  ## ruff and pyright
 
 test-learn: .venv/.ready-dev  ## whole learning runs on three seeds (about an hour)
 	$(BIN)/python -m pytest -m learn tests/test_learning.py $(ARGS)
+
+test-models: .venv/.ready-dev  ## families of models against transformers alone, from tiny checkpoints
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/test_models_table.py $(ARGS)
 
 test-reliability: .venv/.ready-dev  ## real runs with faults put in
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m reliability tests/reliability $(ARGS)

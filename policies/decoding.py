@@ -55,7 +55,7 @@ class Decoding:
         )
         self.cache = out.past_key_values
         _narrow(self.cache, prompts.device.type)
-        self.cache.batch_select_indices(owner)
+        self.cache.reorder_cache(owner)
         self.mask = mask[owner]  # [n, L]
         self.position = position[owner, -1:] + 1  # [n, 1]
         self.logits = out.logits[owner, -1].float()  # [n, V]
@@ -63,7 +63,7 @@ class Decoding:
     def advance(self, sampled: Tensor, going: Tensor) -> None:
         """Feed the sampled tokens of the rows `going` on; the others leave."""
         if len(going) < len(sampled):
-            self.cache.batch_select_indices(going)
+            self.cache.reorder_cache(going)
             self.mask, self.position = self.mask[going], self.position[going]
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(going), 1)], -1)
         out = self.model(

@@ -1,12 +1,16 @@
 """From a model's name to a policy, and from a policy to its frozen reference."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from policies import lora as adapters
 from policies.chats.templates import find_template, require_template, with_variables
+from policies.decoding import Decoding
 from policies.models import ModelFiles, find_model, has_adapter, load_model, load_tokenizer
 from policies.scorer import LOCAL, Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
@@ -20,6 +24,7 @@ def load_policy(
     device: str | torch.device | None = None,
     autocast: str | None = None,
     attn_implementation: str | None = None,
+    kernels: bool = True,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -36,7 +41,7 @@ def load_policy(
     """Return the generating policy on `model`: a folder, an embedded model or a hub id.
 
     dtype is that of the weights; autocast that of the matrix products (see `resolve_autocast`).
-    attn_implementation: see `policies.models.load_model`.
+    attn_implementation, kernels: see `policies.models.load_model`.
     lora: arguments of `policies.lora.add_adapter`; then only the adapter is trained.
     gradient_checkpointing: compute the activations of each layer again in the backward.
     chat_template_kwargs: variables of the template, {"enable_thinking": False}; they are saved in
@@ -50,7 +55,9 @@ def load_policy(
     if chat_template_kwargs:
         template = find_template(tokenizer, chat_template).text
         chat_template = with_variables(template, chat_template_kwargs)
-    network = load_model(files, dtype=dtype, device=device, attn_implementation=attn_implementation)
+    classes = {"attn_implementation": attn_implementation, "kernels": kernels}
+    network = load_model(files, dtype=dtype, device=device, **classes)
+    frozen = check_model(network)
     if lora and lora.get("r") != 0:
         adapters.add_adapter(network, **lora)
     if gradient_checkpointing:  # nothing is random in a layer: dropout is 0
@@ -62,7 +69,6 @@ def load_policy(
         network.disable_input_require_grads()  # only the reentrant kind needs that
     autocast = resolve_autocast(autocast, network.device)
     scorer = Scorer(network, autocast=getattr(torch, autocast) if autocast else None)
-    check_head(scorer)
     kwargs = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     kwargs |= {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
     policy = TransformersWrapper(
@@ -74,8 +80,8 @@ def load_policy(
     )
     if chat_template is not None:  # the saved model speaks the template it was trained with
         policy.tokenizer.chat_template = policy.renderer.template
-    policy.files, policy.source = files, source
-    policy.attn_implementation = attn_implementation
+    policy.files, policy.source = replace(files, frozen=frozen), source
+    policy.classes = classes
     policy.system_prompt = system_prompt
     return policy
 
@@ -133,33 +139,85 @@ def load_reference(
 
 
 @torch.no_grad()
-def check_head(scorer: Scorer) -> None:
-    """Refuse a model whose logits are not its output embeddings times its last hidden state."""
-    device = next(scorer.parameters()).device
-    ids = torch.arange(4, device=device)[None]
+def check_model(model: Any) -> int:
+    """Refuse a model whose scores or samples are not those of its own forward of a row.
+
+    Freeze the weights that the row never reaches; return how many.
+    """
+    name, exact = type(model).__name__, model.dtype.itemsize >= 4
+    ids = torch.arange(4, device=model.device)[None]  # [1, 4]
     every = torch.ones_like(ids, dtype=torch.bool)
-    with scorer.precision():
-        expected = scorer.model(input_ids=ids, attention_mask=every).logits[:, :-1].float()
-    got = scorer.logits(ids, every)[:, 1:]
-    exact = scorer.autocast is None and scorer.model.dtype.itemsize >= 4
-    gap = (got - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
-    # Half precision rounds the two ways differently, by up to 1 %; NaN is no number to compare.
-    if not gap <= (1e-3 if exact else 2e-2):
+    with torch.enable_grad():
+        logits = model(input_ids=ids, attention_mask=every).logits[0]  # [4, V]
+    frozen, expected = freeze_unreached(model, logits), logits.detach().float()
+    with _supported(name, "scored"):
+        scores = Scorer(model).logits(ids, every)[0, 1:]  # [3, V]
+    # Half precision rounds the two ways differently, by up to 1 %.
+    if not _distance(scores, expected[:3]) <= (1e-3 if exact else 2e-2):
         raise ValueError(
-            f"expected the logits of {type(scorer.model).__name__} to be its output embeddings "
-            "applied to its last hidden state, got other values; its head is not supported"
+            f"expected the logits of {name} to be its output embeddings applied to its last hidden "
+            "state, got other values; its head is not supported"
         )
+    prompts, mask = ids[:, [0, 1]].repeat(3, 1), every[:, :2].repeat(3, 1)  # [3, 2]
+    prompts[2], mask[2, 0] = 0, False  # the row's first token alone
+    with _supported(name, "sampled"):
+        state = Decoding(model, prompts, mask)
+        first = state.logits  # [3, V]
+        state.advance(ids[0, [2, 2, 1]], torch.tensor([1, 2], device=ids.device))
+    samples = torch.cat([first, state.logits])  # [5, V]
+    # In half precision a router may choose another expert.
+    if not _distance(samples, expected[[1, 1, 0, 2, 1]]) <= (1e-3 if exact else 1.0):
+        raise ValueError(
+            f"expected {name} to compute the same logits for a whole row and token by token, got "
+            "other values; it cannot be sampled from"
+        )
+    return frozen
+
+
+def freeze_unreached(model: torch.nn.Module, logits: torch.Tensor) -> int:
+    """Freeze weights that the logits do not depend on, as towers of images; return how many.
+
+    DDP waits for a gradient of every trained weight. An expert that the row does not use is
+    trained: other experts of the same name are in the graph.
+    """
+    nodes, seen = [logits.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+    reached = {id(node.variable) for node in seen if hasattr(node, "variable")}
+    named = [(re.sub(r"\d+", "#", name), p) for name, p in model.named_parameters()]
+    names = {name for name, p in named if id(p) in reached}
+    for name, p in named:
+        p.requires_grad_(name in names)
+    return sum(p.numel() for p in model.parameters() if not p.requires_grad)
+
+
+def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Return the largest difference relative to the largest value; NaN where one is NaN."""
+    return float((got - want).abs().max() / want.abs().max().clamp(min=1e-6))
+
+
+@contextmanager
+def _supported(name: str, verb: str) -> Iterator[None]:
+    """Turn the error of an unusual model into one line."""
+    try:
+        yield
+    except Exception as error:
+        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        text = f"{name} cannot be {verb} ({cause}); see docs/models.md for models that can"
+        raise ValueError(text) from error
 
 
 def _load_scorer(files: ModelFiles, policy: TransformersWrapper) -> Scorer:
     """Return a frozen scorer on a model of the policy's vocabulary, dtype and device."""
     like = next(policy.model.parameters())
-    dtype, kind = str(like.dtype).split(".")[-1], getattr(policy, "attn_implementation", None)
-    network = load_model(files, dtype=dtype, device=like.device, attn_implementation=kind)
+    dtype, classes = str(like.dtype).split(".")[-1], getattr(policy, "classes", {})
+    network = load_model(files, dtype=dtype, device=like.device, **classes)
     _check_vocabulary(files, network.get_input_embeddings().num_embeddings, policy)
-    scorer = Scorer(network.requires_grad_(False), autocast=policy.scorer.autocast)
-    check_head(scorer)
-    return scorer
+    check_model(network)
+    return Scorer(network.requires_grad_(False), autocast=policy.scorer.autocast)
 
 
 def _cast_layers(scorer: Scorer) -> None:

@@ -36,6 +36,7 @@ def add_adapter(
     """Freeze a model and insert a trainable adapter of rank `r`.
 
     target_modules: names of linear layers (q_proj, down_proj, ...); None: all but the output head.
+    Layers whose weights are frozen before get none: a text never reaches them.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -44,14 +45,18 @@ def add_adapter(
     if dropout:
         raise ValueError(f"expected policy.lora.dropout=0, got {dropout}: it changes log-probs")
     linear = _linear_layers(model)
-    names = sorted({name.rpartition(".")[2] for name in linear})
+    reached = {name for name, layer in linear.items() if layer.weight.requires_grad}
+    names = sorted({name.rpartition(".")[2] for name in reached})
     unknown = sorted(set(target_modules or ()) - set(names))
     if unknown:
         raise ValueError(f"expected policy.lora.target_modules among {names}, got {unknown}")
+    targets = sorted(target_modules or names)
+    if len(reached) < len(linear):  # layers of the same name are in a tower of images
+        targets = sorted(name for name in reached if name.rpartition(".")[2] in targets)
     config = LoraConfig(
         r=r,
         lora_alpha=alpha,
-        target_modules=sorted(target_modules or names),
+        target_modules=targets,
         lora_dropout=0.0,
         fan_in_fan_out=any(type(layer).__name__ == "Conv1D" for layer in linear.values()),
         task_type="CAUSAL_LM",
@@ -61,7 +66,7 @@ def add_adapter(
         weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
 
 
-def _linear_layers(model: Any) -> dict[str, nn.Module]:
+def _linear_layers(model: Any) -> dict[str, Any]:
     """Return the linear layers by name, without the output head; GPT-2 names them Conv1D."""
     head = model.get_output_embeddings()
     return {

@@ -42,10 +42,12 @@ class ModelFiles:
     folder: Path
     origin: Origin
     sha256: str
+    frozen: int = 0  # weights that a text never reaches
 
-    def about(self) -> dict[str, str]:
+    def about(self) -> dict[str, str | int]:
         """Return the model's entry in status.json."""
-        return {"name": str(self.folder), "origin": self.origin, "sha256": self.sha256}
+        frozen = {"frozen": self.frozen} if self.frozen else {}
+        return {"name": str(self.folder), "origin": self.origin, "sha256": self.sha256, **frozen}
 
 
 def find_model(model: str, *, source: str = "auto") -> ModelFiles:
@@ -175,18 +177,19 @@ def load_model(
     dtype: str = "float32",
     device: Any = None,
     attn_implementation: str | None = None,
+    kernels: bool = True,
 ) -> "PreTrainedModel":
     """Load a causal language model in eval mode, dropout 0, on the CPU by default.
 
-    attn_implementation: of transformers, with its errors; None = sdpa or policies.attention.
+    attn_implementation: of transformers, with its errors; None = sdpa if the class has it.
+    kernels: use policies.layers, and policies.attention in place of sdpa on a CPU, where they
+    compute what the model's own classes compute.
     Missing or quantised weights, or a model that is not a causal language model, are a ValueError.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from policies import layout
-    from policies.attention import NAME
-    from policies.layers import replace_layers
+    from policies.layers import replace_attention, replace_layers
 
     local = {"local_files_only": True, "trust_remote_code": False}
     with quiet():
@@ -195,11 +198,10 @@ def load_model(
         if getattr(config, "quantization_config", None):
             raise ValueError(f"{files.folder}: expected weights to train, got quantised ones")
         _zero_dropout(config)
-        kind = NAME if layout.takes_masks(config) and str(device or "cpu") == "cpu" else "sdpa"
         with contextlib.nullcontext() if attn_implementation else readable(files.folder, "weights"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 files.folder, config=config, dtype=getattr(torch, dtype),
-                attn_implementation=attn_implementation or kind,
+                attn_implementation=attn_implementation,
                 output_loading_info=True, use_safetensors=True, **local,
             )  # fmt: skip
     model, info = loaded
@@ -207,8 +209,11 @@ def load_model(
         raise ValueError(
             f"{files.folder}: the weights lack {len(missing)} of the model's tensors: {missing[0]}"
         )
-    replace_layers(model)
     model = model.eval().to(device or "cpu")
+    if kernels:
+        replace_layers(model)
+        if attn_implementation is None:
+            replace_attention(model)
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             fault = f"expected finite weights, got NaN or infinity in {name}"
@@ -265,14 +270,14 @@ def token_ids(source: Any, name: str) -> list[int]:
 
 @contextlib.contextmanager
 def readable(folder: Path, part: str) -> Iterator[None]:
-    """Turn library errors about damaged files into a one-line ValueError with a remedy."""
+    """Turn library errors into a one-line ValueError, for damaged files with a remedy."""
     try:
         yield
     except Exception as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{folder}: cannot read the {part} ({message}); copy or download it again"
-        ) from error
+        damaged = not isinstance(error, ValueError | ImportError)
+        remedy = "; copy or download it again" if damaged else ""
+        raise ValueError(f"{folder}: cannot read the {part} ({message}){remedy}") from error
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from policies.layout import pack_rows
 from policies.load import load_policy
 from policies.models import find_model, has_adapter, load_model, load_tokenizer, token_ids
 from policies.padding import pad, pad_mask, positions
-from policies.scorer import Scorer
+from policies.scorer import Scorer, body_of
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 
 WEIGHTS = "reward_model.safetensors"
@@ -47,7 +47,7 @@ class GPT2RewardModel(nn.Module):
         super().__init__()
         model = _load(model_path)
         self.config = model.config
-        self.transformer = model.base_model
+        self.transformer = body_of(model)
         first = next(self.transformer.parameters())
         width = self.config.get_text_config().hidden_size
         self.lm_head = nn.Linear(width, 1, bias=False, device=first.device, dtype=first.dtype)

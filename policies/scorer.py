@@ -8,7 +8,7 @@ Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -56,6 +56,14 @@ class Placement:
 
 LOCAL = Placement()
 
+# Names that configs have for the head's cap and factor; another head is refused at load.
+CAPS = ("final_logit_softcapping", "logits_soft_cap")
+FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon-H1
+DIVISORS = ("logits_scaling",)  # Granite
+# What `max_positions` is called in a config: rows past it would change each other's rotary
+# embeddings, which longrope chooses by the longest row of a forward.
+POSITIONS = "max_position_embeddings, with longrope original_max_position_embeddings"
+
 
 def placement_of(part: Any) -> Placement:
     """Return the placement of a policy's weights; an engine holds full weights."""
@@ -84,6 +92,17 @@ class Scorer(nn.Module):
         self.critic: Critic | None = None  # computes values in the same forward
         self.share_prompts = share_prompts and layouts.takes_masks(model.config)
 
+    def train(self, mode: bool = True) -> "Scorer":
+        """Stay in eval mode, so that updates compute what sampling computed (routers add noise).
+
+        Only layers that compute their activations again take the mode: they ask for it.
+        """
+        super().train(False)
+        for module in self.modules():
+            module.training = mode and bool(getattr(module, "gradient_checkpointing", False))
+        self.training = mode
+        return self
+
     def forward(
         self,
         tokens: Tensor,
@@ -110,8 +129,9 @@ class Scorer(nn.Module):
         if not keep.any():
             return self._zeros(tokens, entropy, reference is not None)
         layout = self._layout(tokens, attention_mask, keep, group_id, pack)
-        dist, ref_dist = self.distribution(self.hidden(layout), keep, temperature), None
-        value = self.critic(layout, dist.states) if self.critic is not None else None  # [K]
+        hidden, ref_dist = self.hidden(layout), None  # [K, H]
+        dist = self.distribution(hidden, keep, temperature)
+        value = self.critic(layout, hidden) if self.critic is not None else None  # [K]
         if reference is not None:
             with torch.no_grad():
                 if ref_states is None and reference.share_prompts != self.share_prompts:
@@ -154,7 +174,7 @@ class Scorer(nn.Module):
         if takes_trees and layout.input_ids.device.type == "cpu":
             layout = layout.unpadded()
         with self.precision():
-            out = self.model.base_model(
+            out = body_of(self.model)(
                 input_ids=layout.input_ids,
                 attention_mask=layout.attention_mask,
                 position_ids=layout.position_ids,
@@ -165,9 +185,10 @@ class Scorer(nn.Module):
 
     def head(self) -> Head:
         """Return the function from hidden states to logits."""
-        out = self.model.get_output_embeddings()
-        cap = getattr(self.model.config, "final_logit_softcapping", None)
-        return Head(out.weight, getattr(out, "bias", None), cap, self.autocast)
+        out, config = self.model.get_output_embeddings(), text_config(self.model)
+        factor = (_first(config, FACTORS) or 1.0) / (_first(config, DIVISORS) or 1.0)
+        bias, cap = getattr(out, "bias", None), _first(config, CAPS)
+        return Head(out.weight, bias, cap, self.autocast, factor)
 
     def precision(self) -> AbstractContextManager:
         """Return the autocast context that sampling and scoring share."""
@@ -182,7 +203,7 @@ class Scorer(nn.Module):
             longest = int(attention.sum(-1).max())
             if longest > limit:
                 raise ValueError(
-                    f"a row has {longest} tokens, the model's max_position_embeddings is {limit}; "
+                    f"a row has {longest} tokens, the model takes {limit} ({POSITIONS}); "
                     "drop the row or lower policy.max_new_tokens"
                 )
         if not pack:
@@ -207,11 +228,31 @@ class Scorer(nn.Module):
         return Scores(zeros, entropies, zeros if full else None, values)
 
 
+def text_config(model: nn.Module) -> Any:
+    """Return the config of a model's text decoder; of most models it is the config."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _first(config: Any, names: Sequence[str]) -> float | None:
+    """Return the first of these numbers that a config has."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int | float)), None)
+
+
+def body_of(model: Any) -> nn.Module:
+    """Return what computes the hidden states."""
+    body = model.base_model
+    return getattr(model, "model", body) if body is model else body  # Llama 4 names one it lacks
+
+
 def max_positions(model: nn.Module) -> int | None:
     """Return the maximal length of a sequence, or None if the model has no such limit."""
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(config, "max_position_embeddings", None)
+    config = text_config(model)
+    rope = getattr(config, "rope_parameters", None) or {}
+    switches = rope.get("rope_type") == "longrope"
+    name = "original_max_position_embeddings"
+    return rope[name] if switches else getattr(config, "max_position_embeddings", None)
 
 
 def score_in_parts(
@@ -268,7 +309,7 @@ class Critic(nn.Module):
         super().__init__()
         if kind == "separate" and detach:
             raise ValueError("a separate critic trains its body: expected detach=False, got True")
-        body: Any = scorer.model.base_model
+        body: Any = body_of(scorer.model)
         self.body = None
         if kind == "separate":
             # The copy shares frozen weights (LoRA) with the policy.

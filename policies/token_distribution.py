@@ -42,10 +42,15 @@ class Head:
     bias: Tensor | None
     cap: float | None  # of the logits, as Gemma 2 has it
     dtype: torch.dtype | None = None  # of the product, None for that of the weight
+    factor: float = 1.0  # of the logits, before the cap, as Granite and Cohere have it
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits."""
-        return self.finish(self.product(hidden))
+        return self.finish(self.product(self.scaled(hidden)))
+
+    def scaled(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states times the factor."""
+        return hidden if self.factor == 1 else hidden * self.factor
 
     def product(self, hidden: Tensor) -> Tensor:
         """Return the outputs [k, V] in the dtype of the product."""
@@ -82,7 +87,7 @@ class TokenDistribution:
     def __init__(
         self, head: Head, states: Tensor, mask: Tensor, *, temperature: Tensor | float = 1.0
     ) -> None:
-        self.head, self.states, self.mask = head, states, mask
+        self.head, self.states, self.mask = head, head.scaled(states), mask
         self.scale = _per_token(temperature, mask)
 
     def scores(

@@ -26,7 +26,7 @@ class Flat(Many):
 
 
 def dynamic(runtime, task: Words, rounds: int = 3) -> DynamicRollouts:
-    env, policy = ChatEnv(task, group_prompts_per_iteration=3), make_policy()
+    env, policy = ChatEnv(task, group_size=3), make_policy()
     return DynamicRollouts(
         task=task,
         env=env,

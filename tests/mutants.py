@@ -40,6 +40,7 @@ from test_metrics import (
     means_are_over_their_rows_or_tokens,
 )
 from test_models import has_the_layers_of_transformers
+from test_models_table import computes_as_transformers
 from test_update import kept_states_give_the_kl_of_a_pass
 
 from trainer.kl_control import ConstantKLController
@@ -266,6 +267,8 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
     "the generator over the trainer": lambda f: (
         lambda log_ratio, *given, **more: f(-log_ratio, *given, **more)
     ),
+    "a head without its factor": lambda f: lambda head, hidden: hidden,
+    "updates in train mode": lambda f: torch.nn.Module.train,
     "global generator": lambda f: (
         lambda stream, position: torch.rand(stream.shape, dtype=torch.float64)
     ),
@@ -312,6 +315,16 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("replies without a prompt", attends_reply_by_reply, "policies.attention:_by_reply"),
     ("tokens in other rows", contracts.alignment, "policies.attention:Grid.fill"),
     ("a norm without its mean", has_the_layers_of_transformers, "policies.layers:_Norm.backward"),
+    (
+        "a head without its factor",
+        partial(computes_as_transformers, "granite"),
+        f"{DIST}:Head.scaled",
+    ),
+    (
+        "updates in train mode",
+        partial(computes_as_transformers, "phimoe"),
+        "policies.scorer:Scorer.train",
+    ),
     ("tokenise again", contracts.token_in_token_out, "trainer.collect:_with_ids"),
     ("cut replies stay open", contracts.token_in_token_out, f"{RENDERER}.extend"),
     ("no temperature", contracts.one_temperature, f"{DIST}:_per_token"),

@@ -1,5 +1,6 @@
 """Where models come from, and what is refused when they are loaded, also of strangers."""
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -11,9 +12,13 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
 
-from policies import products
+from policies import Tokens, products
+from policies.attention import NAME
 from policies.cache import read_manifest
 from policies.layers import MLP, RMSNorm, replace_layers
 from policies.load import load_policy
@@ -26,6 +31,7 @@ from policies.models import (
     load_tokenizer,
 )
 from tests.checkpoints import make_checkpoint
+from tests.models_table import write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +133,54 @@ def test_outputs_and_gradients_are_those_of_the_layers_of_transformers(kind, dty
     has_the_layers_of_transformers(kind, dtype, autocast)
 
 
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_class_that_computes_something_else_keeps_its_layers(checkpoints, monkeypatch, kernels):
+    def scaled(module, query, *args, **options):
+        return sdpa(module, query * 1.5, *args, **options)
+
+    def doubled(layer, x):
+        return 2 * mlp(layer, x)
+
+    def load():
+        model = load_model(found(checkpoints["llama"]), kernels=kernels)
+        classes = {type(layer) for layer in model.modules()}
+        return model.config._attn_implementation, classes & {RMSNorm, MLP}
+
+    assert load() == ((NAME, {RMSNorm, MLP}) if kernels else ("sdpa", set()))
+    sdpa, mlp = ALL_ATTENTION_FUNCTIONS["sdpa"], LlamaMLP.forward
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", scaled)
+    monkeypatch.setattr(LlamaMLP, "forward", doubled)
+    assert load() == ("sdpa", {RMSNorm} if kernels else set())
+
+
+def test_a_row_that_changes_the_rotary_embedding_of_others_is_refused(tmp_path):
+    folder = write_checkpoint("phi3, longrope", tmp_path)
+    policy = load_policy(str(folder), max_new_tokens=2)
+    long = torch.arange(33)[None] + 5
+    for length in (32, 33):  # original_max_position_embeddings, and one more
+        refused = pytest.raises(ValueError, match=r"33.*original_max.*policy\.max_new_tokens")
+        with contextlib.nullcontext() if length == 32 else refused:
+            policy.scorer(long[:, :length], torch.ones(1, length).bool())
+    for length in (30, 31):
+        refused = pytest.raises(ValueError, match=r"31.*original_max.*policy\.max_new_tokens")
+        prompt = Tokens(prompt=long[:, :length], batch_size=[1])
+        with contextlib.nullcontext() if length == 30 else refused:
+            policy.get_new_version(input_mode="tokens")(TensorDict(tokens=prompt, batch_size=[1]))
+
+
+def test_a_head_that_computes_something_else_is_refused(checkpoints, monkeypatch):
+    forward = LlamaForCausalLM.forward
+
+    def shifted(model, *args, **options):
+        out = forward(model, *args, **options)
+        out.logits = out.logits + torch.arange(out.logits.shape[-1])
+        return out
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", shifted)
+    with pytest.raises(ValueError, match="its head is not supported"):
+        load_policy(str(checkpoints["llama"]))
+
+
 def shorten(path):
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -168,6 +222,7 @@ def quantised(path):
         ("config.json", shorten, r"config\.json"),
         ("config.json", lambda p: edit_json(p, vocab_size=300), "329.*300"),
         ("config.json", quantised, "quantised"),
+        ("config.json", lambda p: edit_json(p, model_type="qwen99"), "qwen99(?!.*download)"),
         ("tokenizer.json", shorten, "read the tokenizer"),
         ("tokenizer.json", Path.unlink, r"tokenizer\.json"),
     ],

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from policies.sampler import NO_FILTERS, Filters, Sampled
+from policies.scorer import POSITIONS
 
 ALIASES = {
     "max_tokens": "max_new_tokens",
@@ -150,7 +151,7 @@ class GenerateKwargs:
         if most is not None and total > most:
             raise ValueError(
                 f"policy.max_prompt_tokens={self.max_prompt_tokens} + policy.max_new_tokens="
-                f"{self.max_new_tokens} exceed the model's max_position_embeddings={most}"
+                f"{self.max_new_tokens} exceed the {most} positions of the model ({POSITIONS})"
             )
 
     def check_lengths(self, attention: Tensor, most: int | None) -> None:
@@ -161,7 +162,7 @@ class GenerateKwargs:
         sizes = attention.sum(-1)  # [B]
         bounds = {"policy.max_prompt_tokens": self.max_prompt_tokens}
         if most is not None:
-            name = "max_position_embeddings - policy.max_new_tokens"
+            name = f"positions of the model ({POSITIONS}) - policy.max_new_tokens"
             bounds[name] = most - self.max_new_tokens
         for name, bound in bounds.items():
             if bound is not None and (over := sizes > bound).any():

@@ -45,8 +45,8 @@ class TransformersWrapper(LLMWrapperBase):
 
     @torch.no_grad()
     def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
-        training = self.model.training
-        self.model.eval()
+        training = self.scorer.training
+        self.scorer.eval()
         with self.scorer.precision():
             if self.limits.hf_only:
                 sampled = follow(
@@ -71,7 +71,7 @@ class TransformersWrapper(LLMWrapperBase):
                     temperature=self.temperature,
                     filters=self.limits.filters,
                 )
-        self.model.train(training)
+        self.scorer.train(training)
         return sampled
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:

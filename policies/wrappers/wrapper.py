@@ -198,7 +198,7 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     def copy_attributes(self, other: Any, *, same_weights: bool) -> None:
         """Copy the attributes that load_policy and weight syncs set on another wrapper."""
-        names = ("source", "system_prompt", "attn_implementation")
+        names = ("source", "system_prompt", "classes")
         for name in (*names, "files", "version") if same_weights else names:
             if hasattr(other, name):
                 setattr(self, name, getattr(other, name))

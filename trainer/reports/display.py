@@ -267,6 +267,8 @@ def show_run(runtime: Any, total: int) -> Display:
     origin, sha = (dig(run.status, "model", key) or "?" for key in ("origin", "sha256"))
     name, cached = dig(run.config, "policy", "model"), run.config.get("kept_in")
     products = ", bfloat16 products" if "bfloat16" in run.status.get("products", "") else ""
+    frozen = dig(run.status, "model", "frozen")  # towers of images and sound
+    products += f", {frozen} weights frozen that a text never reaches" if frozen else ""
     header: dict[str, str | Path] = {"model": f"{name} ({origin}, sha256 {sha[:12]}{products})"}
     if not (device := dig(run.status, "machine", "device") or "cpu").startswith("cpu"):
         header["device"] = device
