@@ -141,7 +141,7 @@ def test_a_server_samples_ahead(server, tmp_path):
 
 
 def test_a_server_that_does_not_fit_is_refused(server, tmp_path):
-    options = {"share": tmp_path / "share", "url": server[0]}
+    options = {"folder": tmp_path / "share", "url": server[0]}
     for policy, wrong, key in (
         (load_policy("tiny"), {"url": "http://127.0.0.1:9"}, "vllm serve"),
         (load_policy("tiny"), {"dtype": "bfloat16"}, "--dtype bfloat16"),
