@@ -61,7 +61,7 @@ FILES = {
         defaults: [mine]
         hydra: {mode: MULTIRUN, sweeper: {params: {seed: "1,2"}}}
     """,
-    "own/kl/own.yaml": "defaults: [reward, _self_]\nhorizon: 5\n",
+    "own/kl/own.yaml": "defaults: [reward, _self_]\nrefresh_every: 5\n",
     "own/extra/small.yaml": "# @package policy\nmax_new_tokens: 5\n",
     "own/primary.yaml": """
         defaults: [config, override experiment: mine, _self_]
@@ -120,7 +120,7 @@ def values_of(folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
 
 
 MINE = "--config-dir=own experiment=mine"
-OWN = {"seed": 7, "kl.horizon": 5.0, "kl.where": "reward"}
+OWN = {"seed": 7, "kl.refresh_every": 5, "kl.where": "reward"}
 RUNS = {
     "override grammar: quotes, lists, dicts, casts, null, empty": (
         "experiment=grpo_tiny policy.model=tiny 'policy.system_prompt=\"a, b = [c] it'\\''s\"' "
@@ -153,7 +153,7 @@ RUNS = {
     ),
     "config groups: a file, of one's own, appended": (
         "--config-dir=own experiment=grpo_tiny policy.model=tiny kl=own +extra=small",
-        {"kl.horizon": 5.0, "kl.where": "reward", "policy.max_new_tokens": 5},
+        {"kl.refresh_every": 5, "kl.where": "reward", "policy.max_new_tokens": 5},
     ),
     "packages: a group at another place": (
         "--config-dir=own experiment=grpo_tiny +experiment@_global_=mine seed=1",
@@ -219,7 +219,7 @@ SWEEPS = {  # words of a sweep, and its jobs with the values of each
     ),
     "glob, sort": (
         "-m --config-dir=own 'experiment=glob(mine*)' 'seed=sort(3,1,reverse=true)'",
-        {f"experiment=mine,seed={s}": {"seed": s, "kl.horizon": 5.0} for s in (3, 1)},
+        {f"experiment=mine,seed={s}": {"seed": s, "kl.refresh_every": 5} for s in (3, 1)},
     ),
     "groups, lists": (
         f"-m {MINE} kl=own,full 'policy.stop=[a,b],[c]'",
@@ -272,7 +272,7 @@ def test_a_sweep_has_a_job_for_each_value_and_commands_that_repeat_and_continue_
 PRINTS = {
     "--cfg job": (f"{MINE} --cfg job", r"^seed: 7$"),
     "--cfg hydra": (f"{MINE} -c hydra -p hydra.run", r"dir: \$\{run_dir:\}"),
-    "--cfg all, --package": (f"{MINE} --cfg all -p kl", "horizon: 5"),
+    "--cfg all, --package": (f"{MINE} --cfg all -p kl", "refresh_every: 5"),
     "--cfg job, --resolve": (
         f"{MINE} 'seed=${{eval.max_rows}}' eval.max_rows=3 --cfg job --resolve",
         "^seed: 3$",
