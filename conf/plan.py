@@ -110,7 +110,7 @@ def plan(config: Section) -> Plan:
         policy=policy_part(keys),
         leash=make_leash(config),
         after_rollout=after_rollout_parts(keys),
-        source=keys.give(algorithm["source"], "algorithm", "trainer"),
+        source=keys.give(algorithm["source"], "algorithm", "trainer", objects=("after_rollout",)),
         advantage=keys.give(algorithm["advantage"], "algorithm", "trainer"),
         objective=keys.give(algorithm["objective"], "algorithm"),
         optimizer=keys.give({"_target_": config["optimizer"]["_target_"]}, "optimizer"),
