@@ -90,7 +90,7 @@ def repeat_command(run: Run) -> str:
     if not named and (chosen := dig(hydra, "runtime", "choices", "experiment")):
         named = [f"experiment={chosen}"]  # by the primary configuration
     command = map(redact_text, [*_config_flags(hydra), *named, *rest])
-    return shlex.join([*program(), *command]) if run.words else ""
+    return shlex.join([*program(), *command]) if run.words or hydra else ""
 
 
 def _config_flags(hydra: Any) -> list[str]:
