@@ -5,7 +5,8 @@ y = W x + alpha/r * B A x, where only A [r, in] and B [out, r] are trained, in f
 into the model without changing its class, so scorer and sampler need no special case.
 
 Left out on purpose: adapters of embeddings and of the output head (the scorer reads the head's
-weights), dropout, quantised weights, initial adapters (merge them into the model first).
+weights), dropout, quantised weights.
+An adapter as policy.model is merged (`policies.models.merge_adapter`); a new one then starts at 0.
 """
 
 import copy

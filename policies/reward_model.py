@@ -20,21 +20,29 @@ from policies.chats.chat_template import Renderer
 from policies.chats.templates import require_template
 from policies.layout import pack_rows
 from policies.load import load_policy
-from policies.models import find_model, has_adapter, load_model, load_tokenizer, token_ids
+from policies.models import REWARD_WEIGHTS as WEIGHTS
+from policies.models import (
+    find_model,
+    has_adapter,
+    is_classifier,
+    load_model,
+    load_tokenizer,
+    no_reward_model,
+    token_ids,
+)
 from policies.padding import pad, pad_mask, positions
 from policies.scorer import Scorer, body_of
 from policies.wrappers.transformers_wrapper import TransformersWrapper
-
-WEIGHTS = "reward_model.safetensors"
 
 
 class GPT2RewardModel(nn.Module):
     """Score token by token with the body of a GPT-2, or of any other causal language model.
 
     `model_path`: a folder, a hub id or a loaded model, whose body is then shared; None is a GPT-2
-    with random weights. The head has width 1 and no bias, and random weights unless
-    `save_pretrained` wrote the folder. Without an attention mask the run of `pad_token_id`
-    (default: the model's pad, else its EOS) at the end of a row is padding.
+    with random weights. The head has width 1: that of a ForSequenceClassification with one score,
+    or a new one with random weights unless `save_pretrained` wrote the folder. Without an
+    attention mask the run of `pad_token_id` (default: the model's pad, else its EOS) at the end
+    of a row is padding.
 
     >>> from policies.load import load_policy
     >>> reward_model = GPT2RewardModel(load_policy("tiny").model)
@@ -50,7 +58,8 @@ class GPT2RewardModel(nn.Module):
         self.transformer = body_of(model)
         first = next(self.transformer.parameters())
         width = self.config.get_text_config().hidden_size
-        self.lm_head = nn.Linear(width, 1, bias=False, device=first.device, dtype=first.dtype)
+        new = nn.Linear(width, 1, bias=False, device=first.device, dtype=first.dtype)
+        self.lm_head = getattr(model, "score", new)
         if isinstance(model_path, (str, Path)) and (file := Path(model_path) / WEIGHTS).is_file():
             self.load_state_dict(load_file(file))
         fills = [token_ids(self.config, name) for name in ("pad_token_id", "eos_token_id")]
@@ -118,7 +127,17 @@ def _load(model: Any) -> nn.Module:
     if (Path(model) / WEIGHTS).is_file():
         config = AutoConfig.from_pretrained(model, local_files_only=True)
         return AutoModel.from_config(config).eval()
-    return load_model(find_model(str(model)))
+    files = find_model(str(model))
+    if not is_classifier(files.folder):
+        return load_model(files)
+    classifier: Any = load_model(files, dtype="auto", classifier=True)
+    labels = classifier.config.num_labels
+    if labels != 1 or not hasattr(classifier, "score"):
+        raise ValueError(
+            f"{files.folder}: expected a causal language model with one score, got "
+            f"{type(classifier).__name__} with {labels}"
+        )
+    return classifier
 
 
 def _attended(ids: Tensor, mask: Tensor | None, pad_token_id: int | None) -> Tensor:
@@ -163,9 +182,16 @@ class RewardScorer(Scorer):
             return Rewards(self.model(tokens, attention_mask)[0])
 
 
-def ids_to_end(renderer: Renderer, chat: list[dict], *, complete: bool = True) -> Tensor:
-    """Return the ids of a chat to the end of its last turn; a cut turn ends in its last token."""
+def ids_to_end(
+    renderer: Renderer, chat: list[dict], *, complete: bool = True, rendered: bool = False
+) -> Tensor:
+    """Return the ids of a chat to the end of its last turn; a cut turn ends in its last token.
+
+    `rendered`: with what the template writes after a complete turn.
+    """
     done = renderer.render(chat, require_assistant=True)
+    if rendered and complete:
+        return torch.tensor(done.ids)
     end = max(place for place, inside in enumerate(done.assistant) if inside)
     if not complete and done.ids[end] in renderer.stop_ids:
         end -= 1
@@ -173,15 +199,17 @@ def ids_to_end(renderer: Renderer, chat: list[dict], *, complete: bool = True) -
 
 
 class ChatRewards:
-    """Score chats with the reward model of a folder that also holds tokenizer and template.
+    """Score chats with a reward model: a folder or hub id that also has tokenizer and template.
 
-    `limit` bounds the padded tokens of one forward.
+    `limit` bounds the padded tokens of one forward. A ForSequenceClassification scores the whole
+    text of the template, as its authors do.
     """
 
     def __init__(self, folder: str | Path, *, limit: int = 2**15) -> None:
         files = find_model(str(folder))
-        if not (files.folder / WEIGHTS).is_file():  # its head would be random
-            raise ValueError(f"expected a reward model with {WEIGHTS}, got {files.folder}")
+        if fault := no_reward_model(str(files.folder)):  # its head would be random
+            raise ValueError(fault)
+        self.rendered = is_classifier(files.folder)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = GPT2RewardModel(files.folder).requires_grad_(False).eval().to(self.device)
         tokenizer = load_tokenizer(files)
@@ -193,7 +221,10 @@ class ChatRewards:
         """Return the reward at the end of each chat; `complete` (default: all) marks ended ones."""
         complete = [True] * len(chats) if complete is None else complete
         pairs = zip(chats, complete, strict=True)
-        rows = [ids_to_end(self.renderer, chat, complete=ended) for chat, ended in pairs]
+        rows = [
+            ids_to_end(self.renderer, chat, complete=ended, rendered=self.rendered)
+            for chat, ended in pairs
+        ]
         ids, mask = pad(rows).to(self.device), pad_mask([len(r) for r in rows], device=self.device)
         ends = [self.model(ids[part], mask[part])[1] for part in pack_rows(mask, self.limit)]
         return torch.cat(ends).flatten().tolist()

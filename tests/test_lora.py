@@ -13,6 +13,7 @@ import torch
 from adapted import make, shake, with_the_adapter_off_it_is_the_start_policy
 from checkpoints import KINDS, make_checkpoint
 from contracts import make_policy, rollout
+from peft import LoraConfig, get_peft_model
 from runs import metrics
 from safetensors.torch import load_file
 from small_runs import IN_ITERATION_4, Counted, crash, train
@@ -340,3 +341,28 @@ def test_sequences_past_the_256_positions_of_a_model_are_refused(folder):
             load_policy(name, **sizes)
     with pytest.raises(ValueError, match=r"prompt \d+ has .*=6"):
         rollout(load_policy(name, max_new_tokens=250))  # its prompts have more than 6 tokens
+
+
+# An adapter that somebody else trained
+
+
+@OLD_NAME
+def test_an_adapter_of_peft_is_a_start_model_and_a_reference(tmp_path, monkeypatch):
+    """Its logits are those of peft; the merged model is an ordinary folder, built once."""
+    monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))
+    base = make_checkpoint(tmp_path / "base", "qwen2")
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    policy = load_policy(str(tmp_path / "adapter"))
+    with torch.no_grad():
+        expected = adapted(IDS).logits
+        torch.testing.assert_close(policy.model(IDS).logits, expected, atol=1e-5, rtol=1e-5)
+    start = load_policy(str(base))
+    reference = load_reference(start, str(tmp_path / "adapter"))
+    scores = [each.scorer(IDS, EVERY).log_probs for each in (reference, policy)]
+    assert torch.equal(*scores)
+    assert policy.files.sha256 == load_policy(str(tmp_path / "adapter")).files.sha256
+    shutil.rmtree(base)
+    with pytest.raises(ValueError, match=r"base_model_name_or_path: model .*base: expected"):
+        load_policy(str(tmp_path / "adapter"))

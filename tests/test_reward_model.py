@@ -8,7 +8,7 @@ from checkpoints import make_checkpoint
 from contracts import one_process
 from runs import train_here
 from tensordict import TensorDict
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from envs import ChatEnv
 from envs.rewards import Rewarded, RewardModel
@@ -198,6 +198,32 @@ def test_a_reply_is_scored_at_its_end_against_the_label_within_the_clip(folder):
     got = Rewarded(own, {"model": model}, task_weight=0.5).rewards(rows, replies)
     want = [0.5 * mine.total + 2 * score for mine, score in zip(earned, clipped, strict=True)]
     assert [r.total for r in got] == pytest.approx(want, abs=1e-4), "one of several rewards"
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_a_classifier_scores_a_chat_as_its_authors_do(folders, tmp_path, kind):
+    """They render the chat, encode the text and read the logit of the last token."""
+    base = folders["qwen2"] if kind == "qwen2" else make_checkpoint(tmp_path / "base", kind)
+    tokenizer = load_tokenizer(find_model(str(base)))
+    plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1).eval()
+    torch.nn.init.normal_(plain.score.weight)
+    for save in (plain.save_pretrained, tokenizer.save_pretrained):
+        save(tmp_path / "classifier")
+    question = {"role": "user", "content": "What is the capital of France?"}
+    chats = [[question, assistant(text)] for text in ("It is Paris.", "It is Paris. " * 9, "")]
+    encoded = [tokenizer.apply_chat_template(chat, return_dict=False) for chat in chats]
+    with torch.no_grad():
+        expected = [plain(torch.tensor([ids])).logits.item() for ids in encoded]
+    model = RewardModel(str(tmp_path / "classifier"), score_clip=1e3)
+    replies = [Reply(chat[-1]["content"], True, chat) for chat in chats]
+    assert model.scores([{}] * 3, replies) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_classifier_without_a_single_score_is_refused(folders, tmp_path):
+    plain = AutoModelForSequenceClassification.from_pretrained(folders["qwen2"], num_labels=2)
+    plain.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="expected a causal language model with one score"):
+        ChatRewards(tmp_path)
 
 
 def test_a_folder_without_a_reward_model_is_refused_before_anything_is_loaded(tmp_path):

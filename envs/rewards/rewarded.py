@@ -112,10 +112,9 @@ class Rewarded(Task):
 
 
 class RewardModel(RewardFunction):
-    """The score of a `GPT2RewardModel` at the end of each chat, within +-`score_clip`.
+    """The score of a reward model at the end of each chat, within +-`score_clip`.
 
-    `model` is a folder with the model and its tokenizer, loaded at the first reply; train.py
-    resolves experiment:<name> to a folder.
+    `model`: as `reward_model` of `LearntReward`.
     """
 
     tried = False  # it would load a model

@@ -6,28 +6,23 @@ sorted digits, whose reward model `experiment=rm_tiny` trains.
 
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from envs.tasks.dataset import SORTED_DIGITS, DatasetTask
 from envs.tasks.task import Message, Reply, Reward, Row, assistant
-
-WEIGHTS = "reward_model.safetensors"
+from policies.models import no_reward_model
 
 
 class LearntScore:
-    """Score chats by the `GPT2RewardModel` in a folder, loaded at the first chat.
+    """Score chats by a reward model, loaded at the first chat.
 
-    The folder (`name` in errors) is checked at once; experiment:<name> is resolved later.
+    A folder (`name` in errors) is checked at once; experiment:<name> is resolved later.
     """
 
     def __init__(self, folder: str, clip: float, *, name: str) -> None:
-        exists = Path(folder, WEIGHTS).expanduser().is_file()
-        if not folder.startswith("experiment:") and not exists:
-            raise ValueError(
-                f"expected {name} to be a folder with {WEIGHTS}, got {folder}; "
-                "python train.py experiment=rm_tiny makes one"
-            )
+        fault = None if folder.startswith("experiment:") else no_reward_model(folder)
+        if fault:
+            raise ValueError(f"{name}: {fault}; python train.py experiment=rm_tiny makes one")
         self.folder, self.clip = folder, clip
 
     @cached_property
@@ -52,8 +47,9 @@ class LearntScore:
 class LearntReward(DatasetTask):
     """Reward a reply with its score minus that of the data's reply, within +-`score_clip`.
 
-    `reward_model` is a folder with a `GPT2RewardModel` and its tokenizer, loaded at the first
-    reply; train.py resolves experiment:<name>. `relative=False` uses the score alone. A reply is
+    `reward_model` is the folder of a run of `experiment=rm_tiny`, or a folder or hub id of a
+    ForSequenceClassification with one score and a chat template. It is loaded at the first reply;
+    train.py resolves experiment:<name>. `relative=False` uses the score alone. A reply is
     right if its words are those of the data's reply. The rest as in `DatasetTask`.
     """
 
