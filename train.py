@@ -26,7 +26,6 @@ except ModuleNotFoundError as missing:  # probably the system's Python
 
 def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float:
     """Execute the mode of a run; return the sweep metric (preflight: number of problems)."""
-    import policies
     import trainer
     from conf.plan import plan
     from envs.rewards.validate import try_reward
@@ -49,13 +48,15 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         policy = runtime.load(lambda **device: parts.policy(autocast=autocast, **device))
         runtime.write_status(model=policy.files.about(), products=str(policy.scorer.autocast))
         reference = build.make_reference(cfg, policy)
-        if critic := algorithm.get("critic"):
-            policy.scorer.critic = policies.Critic(policy.scorer, **critic)
-        generator = build.make_generator(policy, config["policy"]["engine"], runtime.folder)
+        if parts.critic:
+            policy.scorer.critic = parts.critic(scorer=policy.scorer)
+        generator = policy
+        if parts.engine:
+            generator = parts.engine(policy=policy, folder=runtime.folder / ".engine")
         shared = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
-        transforms = build.make_transforms(cfg)
-        shared |= {"env": build.make_env(cfg, task, policy, transforms.values())}
-        shared |= {"leash": parts.leash}
+        transforms = {name: part() for name, part in parts.transforms.items()}
+        env = parts.make_env(task, policy, transforms.values())
+        shared |= {"env": env, "leash": parts.leash}
         after_rollout = {name: part(**shared) for name, part in parts.after_rollout.items()}
         verbs = [*after_rollout.values()]
         source = build.make_source(cfg, parts.source, after_rollout=verbs, **shared)
@@ -85,12 +86,11 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
                 retrieve_kl=reference,
                 **cfg.eval,
             ),
-            leash=parts.leash,
             checkpoints=trainer.Checkpoints(
                 runtime, policy, optimizer, reference=reference, **cfg.checkpoint
             ),
             num_logged_replies=cfg.tracker.get("replies", "0"),
-            early_stopping=build.make_early_stopping(cfg.trainer),
+            early_stopping=parts.early_stopping(),
             inputs=sha256_of_inputs(config),
             parts=trainer.resuming.stateful_parts(
                 {"env.transforms": transforms, "algorithm.after_rollout": after_rollout},

@@ -3,7 +3,6 @@
 import difflib
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
@@ -14,7 +13,6 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.early_stopping import EarlyStopping
 from trainer.kl_control import CONTROLLERS, KLControllerBase
 
 # Keys of env that a task may take.
@@ -58,28 +56,30 @@ def arguments_of(thing: Any) -> tuple[list[str], bool]:
     return list(dict.fromkeys(p.name for p in parameters if p.kind in NAMED)), is_open and not bases
 
 
-def build(node: Section, *sections: Section, **parts: Any) -> Any:
+def arguments_of_node(node: Section) -> tuple[list[str], bool]:
+    """Return `arguments_of` the target of a node; ValueError for a key that it does not take."""
+    names, takes_any = arguments_of(find_target(node["_target_"]))
+    unknown = [key for key in node if key not in names and not key.startswith("_")]
+    if unknown and not takes_any:
+        takes = f"{node['_target_']} takes {', '.join(names) or 'no arguments'}"
+        raise ValueError(f"{unknown[0]}: {takes}")
+    return names, takes_any
+
+
+def build(node: Section, **parts: Any) -> Any:
     """Build the object that a node's _target_ names.
 
-    The arguments are the keys of the node, and the entries of `sections` and `parts` that are in
-    the signature (with **kwargs: all `parts`). ValueError if the target does not take a node's key.
+    The arguments are the keys of the node, and those of the `parts` that are in the signature
+    (with **kwargs: all). ValueError if the target does not take a node's key.
     """
     node = _plain(node)
-    thing = find_target(node["_target_"])
-    known, takes_any = arguments_of(thing)
-    keys = {name: _plain(s[name]) for s in sections for name in s if name in known}
-    node = {name: keys[name] for name in keys if name not in parts} | node
+    known, takes_any = arguments_of_node(node)
     if not takes_any:
         parts = {name: part for name, part in parts.items() if name in known}
     try:
         return instantiate(node, _partial_=True)(**parts)  # Hydra would convert dataclasses
     except (InstantiationException, TypeError) as error:
-        cause = error.__cause__ or error
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
-        if unknown and unknown[1] in node:
-            takes = f"{node['_target_']} takes {', '.join(known) or 'no arguments'}"
-            raise ValueError(f"{unknown[1]}: {takes}") from cause
-        raise cause from None
+        raise (error.__cause__ or error) from None
 
 
 def _plain(value: Any) -> Any:
@@ -111,28 +111,6 @@ def data_arguments(env: Section) -> dict[str, Any]:
     return {key: env[key] for key in DATA if key in env and key in names and key not in env["task"]}
 
 
-def make_generator(policy: Any, engine: Section | None, folder: Path) -> Any:
-    """Build the generator of policy.engine; without an engine it is the policy itself."""
-    if engine is None:
-        return policy
-    return build(engine, policy=policy, folder=folder / ".engine")
-
-
-def make_transforms(cfg: DictConfig) -> dict[str, Any]:
-    """Build the transforms of `env` and return them by name."""
-    nodes = ((name, node) for name, node in cfg.env.transforms.items() if node is not None)
-    return {name: build({"_convert_": "all", **node}) for name, node in nodes}
-
-
-def make_env(cfg: DictConfig, task: Any, policy: Any, transforms: Iterable[Any]) -> Any:
-    """Build the chat environment of a task and append the transforms."""
-    sizes = {"group_size": cfg.algorithm.group_size, "max_turns": cfg.env.max_turns}
-    env = find_target("envs.ChatEnv")(task, system_prompt=policy.system_prompt, **sizes)
-    for transform in transforms:
-        env = env.append_transform(transform)
-    return env
-
-
 def controller_arguments(kl: Section) -> tuple[Callable[..., Any], list[str]]:
     """Return the maker of kl.controller and the keys of kl.* that are its arguments."""
     named = kl["controller"]
@@ -149,15 +127,13 @@ def make_controller(kl: Section, **facts: Any) -> KLControllerBase:
     """
     make, names = controller_arguments(kl)
     controller = kl["controller"]
-    node = dict(controller) if isinstance(controller, Mapping) else {}
-    node.pop("_target_", None)
+    node = controller if isinstance(controller, Mapping) else {}
     keys = {name: kl[name] for name in names if name not in node}
     for name, parameter in inspect.signature(make).parameters.items():
         if name in keys and keys[name] is None and parameter.default is parameter.empty:
             text = f"kl.controller={controller} needs kl.{name}, got none"
             raise ValueError(f"{text}; give kl.{name}=...")
-    facts = {name: fact for name, fact in facts.items() if name in arguments_of(make)[0]}
-    return make(**keys, **facts, **node)
+    return build({"_target_": f"{make.__module__}.{make.__name__}", **keys, **node}, **facts)
 
 
 def facts_of(config: Section) -> dict[str, int]:
@@ -195,12 +171,6 @@ def make_reference(cfg: DictConfig, policy: Any) -> Any:
     moves = kl.refresh_every > 0
     model = policies.load_reference(policy, kl.reference, moves=moves, micro_batch_tokens=limit)
     return trainer.Reference(policy, model, every=kl.refresh_every, decay=kl.refresh_decay)
-
-
-def make_early_stopping(settings: Section) -> Any:
-    """Build the early stopping; None if neither trainer.stop_at nor trainer.patience is set."""
-    rules = {key: settings[key] for key in ("stop_at", "patience")}
-    return EarlyStopping(**rules) if any(rules.values()) else None
 
 
 def custom_observers(cfg: DictConfig, runtime: Any, more: Iterable[Any] = ()) -> list[Any]:

@@ -20,12 +20,12 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from conf.check import check
 from conf.hints import missing_file, nearest
-from conf.schema import FOLDER, TYPES, all_keys, declared
+from conf.schema import FOLDER, TYPES, all_keys, groups
 from policies.cache import write_text
 from trainer.runs.folders import TEMPORARY, is_main_rank, quoted, unique_folder
 from trainer.runs.redact import is_secret, redact
 
-GROUPS = [part for part in declared() if part != "root" and "=" not in part]
+GROUPS = groups()
 FAULTS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 

@@ -4,22 +4,24 @@ A part is a class or function that a `_target_` names. It gets the keys of its n
 the keys of the sections that `plan` lists for it, as far as they are its arguments. Imports torch.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
 
 from conf.build import (
     Section,
     arguments_of,
+    arguments_of_node,
     build,
     controller_arguments,
     data_arguments,
     find_target,
     make_leash,
 )
+from conf.check import walk
 from conf.schema import FOLDER, changed
-from trainer.kl_control import CONTROLLERS
 from trainer.surrogates import SURROGATES, find_surrogate
 
 SECTIONS = ("algorithm", "trainer", "optimizer", "kl", "env", "policy")  # nothing here is ignored
@@ -55,10 +57,11 @@ class Keys:
         """Return the part of a node, or of a target's name, with its keys of the sections.
 
         A key of the node comes before the same key of a section. `objects`: arguments that get an
-        object of the run, not the key of that name.
+        object of the run, not the key of that name. ValueError for a key of the node that the part
+        does not take.
         """
         node = {"_target_": node} if isinstance(node, str) else node
-        names, _ = arguments_of(find_target(node["_target_"]))
+        names, _ = arguments_of_node(node)
         arguments = {}
         for section in sections:
             for name, value in self.config[section].items():
@@ -80,6 +83,10 @@ class Plan:
 
     runtime: Part
     policy: Part
+    engine: Part | None
+    critic: Part | None
+    env: Part
+    transforms: dict[str, Part]
     leash: Any  # the Leash itself, which needs no other object
     after_rollout: dict[str, Part]
     source: Part
@@ -88,6 +95,7 @@ class Plan:
     optimizer: Part
     schedule: Part
     update: Part
+    early_stopping: Part
     trainer: Part
 
     def make_optimizer(self, model: Any) -> Any:
@@ -95,6 +103,13 @@ class Plan:
         decay = self.optimizer.node.get("weight_decay", 0.0)
         groups = find_target("trainer.parameter_groups")(model, weight_decay=decay)
         return self.optimizer(params=groups, model=model)
+
+    def make_env(self, task: Any, policy: Any, transforms: Iterable[Any]) -> Any:
+        """Return the chat environment of a task with the transforms appended."""
+        env = self.env(task=task, system_prompt=policy.system_prompt)
+        for transform in transforms:
+            env = env.append_transform(transform)
+        return env
 
 
 def plan(config: Section) -> Plan:
@@ -104,10 +119,16 @@ def plan(config: Section) -> Plan:
     leave parts out.
     """
     keys = Keys(config)
-    algorithm = config["algorithm"]
+    algorithm, engine = config["algorithm"], config["policy"]["engine"]
+    critic = algorithm.get("critic")
+    sizes = {"group_size": algorithm["group_size"], "max_turns": config["env"]["max_turns"]}
     parts = Plan(
         runtime=keys.give(RUNTIMES[config["launch"]["strategy"]], "policy", "launch"),
         policy=policy_part(keys),
+        engine=keys.give(engine) if engine else None,
+        critic=keys.give({"_target_": "policies.Critic", **critic}) if critic else None,
+        env=Part({"_target_": "envs.ChatEnv", **sizes}),
+        transforms=nodes_of(keys, config["env"]["transforms"]),
         leash=make_leash(config),
         after_rollout=after_rollout_parts(keys),
         source=keys.give(algorithm["source"], "algorithm", "trainer", objects=("after_rollout",)),
@@ -118,9 +139,11 @@ def plan(config: Section) -> Plan:
         update=keys.give(
             "trainer.Update", "algorithm", "trainer", "optimizer", objects=("objective", "lr")
         ),
+        early_stopping=keys.give("trainer.early_stopping.EarlyStopping", "trainer"),
         trainer=keys.give("trainer.Trainer", "trainer"),
     )
-    take_the_rest(keys, parts)
+    check_rows(algorithm, parts.source)
+    take_keys_read_elsewhere(keys, parts)
     if config["mode"] == "train":
         for fault in keys.untaken():
             name = fault.partition("=")[0]
@@ -139,6 +162,20 @@ def policy_part(keys: Keys) -> Part:
     return Part({name: value for name, value in section.items() if name != "engine"})
 
 
+def nodes_of(keys: Keys, nodes: Mapping[str, Any] | None, *sections: str) -> dict[str, Part]:
+    """Return the parts of named nodes; null takes a name out."""
+    return {name: keys.give(node, *sections) for name, node in (nodes or {}).items() if node}
+
+
+def check_rows(algorithm: Section, source: Part) -> None:
+    """Raise ValueError if algorithm.rows is not what the source reads, as far as it says that."""
+    reads = getattr(source.target, "reads_rows", algorithm["rows"])
+    if reads != algorithm["rows"]:
+        name = algorithm["source"]["_target_"]
+        text = f"expected algorithm.rows={reads}, which {name} reads, got {algorithm['rows']}"
+        raise ValueError(f"{text}; leave it out")
+
+
 def after_rollout_parts(keys: Keys) -> dict[str, Part]:
     """Return the functions of algorithm.after_rollout by name.
 
@@ -146,18 +183,18 @@ def after_rollout_parts(keys: Keys) -> dict[str, Part]:
     writes its key, or after_rollout has `importance: null`.
     """
     nodes = keys.config["algorithm"]["after_rollout"] or {}
-    parts = {name: keys.give(node, "trainer") for name, node in nodes.items() if node}
+    parts = nodes_of(keys, nodes, "trainer")
     corrected = any("policy_weight" in getattr(p.target, "writes", ()) for p in parts.values())
     if keys.config["policy"]["engine"] and not corrected and "importance" not in nodes:
         parts = {"importance": keys.give("trainer.ImportanceSampling", "trainer"), **parts}
     return parts
 
 
-def take_the_rest(keys: Keys, parts: Plan) -> None:
-    """Take the keys that parts get in another way than by name."""
+def take_keys_read_elsewhere(keys: Keys, parts: Plan) -> None:
+    """Take the keys that `Keys.give` does not hand over: conf/build.py or train.py reads them."""
     config = keys.config
     keys.take("algorithm.source", "algorithm.advantage", "algorithm.objective", "algorithm.rows")
-    keys.take("algorithm.critic", "algorithm.group_size", "env.max_turns")  # Critic and ChatEnv
+    keys.take("algorithm.critic")
     source, _ = arguments_of(parts.source.target)
     if "after_rollout" in source:
         keys.take("algorithm.after_rollout")
@@ -167,8 +204,10 @@ def take_the_rest(keys: Keys, parts: Plan) -> None:
         row = find_surrogate(build(surrogate) if isinstance(surrogate, Mapping) else surrogate)
         bounds = {key for each in SURROGATES.values() for key in each.keys} - {*row.keys}
         keys.taken -= {f"algorithm.{key}" for key in bounds}
-    keys.take("trainer.overlap", "trainer.stop_at", "trainer.patience", "trainer.show_every")
-    keys.take("kl.controller", "kl.estimator", "kl.where", "kl.allow_biased", "kl.measure")
+    keys.take("trainer.show_every", "kl.controller", "kl.measure", "env.max_turns")
+    if config["algorithm"]["rows"] == "prompts":
+        keys.take("algorithm.group_size", "trainer.overlap")
+        keys.take("kl.estimator", "kl.where", "kl.allow_biased")
     _, of_controller = controller_arguments(config["kl"])
     keys.take(*(f"kl.{name}" for name in of_controller))
     if config["kl"]["measure"]:
@@ -181,14 +220,11 @@ def _takers(key: str) -> str:
     """Return " (<parts of leash> would)" for a key that a part of another run takes, or ""."""
     section, _, name = key.partition(".")
     takers = []
-    if section == "kl":
-        makers = CONTROLLERS.items()
-        takers = [f"kl.controller={each}" for each, make in makers if name in arguments_of(make)[0]]
     if section == "algorithm":
         rows = SURROGATES.items()
         takers = [f"algorithm.surrogate={each}" for each, row in rows if name in row.keys]
-        texts = [path.read_text() for path in (FOLDER / "algorithm").glob("*.yaml")]
-        targets = sorted({*re.findall(r"_target_: (trainer\.\w+)", "\n".join(texts))})
+        files = [yaml.safe_load(path.read_text()) for path in (FOLDER / "algorithm").glob("*.yaml")]
+        targets = sorted({node["_target_"] for file in files for _, node in walk(file)})
         if not takers:
             takers = [target for target in targets if name in arguments_of(find_target(target))[0]]
     return f" ({' or '.join(takers)} would); leave it out" if takers else "; leave it out"

@@ -8,20 +8,13 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import checked
-from conf.schema import TYPES, declared, part_of
+from conf.schema import TYPES, declared, groups, part_of
 from trainer.runs.discover import find_jobs, has_weights, is_running
 from trainer.runs.run_files import PLACES, PREFIX
 
-RESUMABLE = ("trainer.num_iterations", "trainer.stop_at", "trainer.patience", "trainer.overlap")
-RESUMABLE += (
-    "trainer.profile",
-    "tracker",
-    "launch",
-    "checkpoint",
-    "eval",
-    "policy.engine",
-    "observers",
-)
+OF_TRAINER = ("num_iterations", "stop_at", "patience", "overlap", "profile")
+RESUMABLE = (*(f"trainer.{name}" for name in OF_TRAINER), "policy.engine", "observers")
+RESUMABLE += ("tracker", "launch", "checkpoint", "eval")
 
 CLASSES = {"float": (int, float), "int": int, "bool": bool, "str": str, "list": list, "dict": dict}
 
@@ -59,7 +52,7 @@ def read_saved(folder: Path) -> dict[str, Any]:
     try:
         saved: Any = OmegaConf.to_container(OmegaConf.load(path))
         tree = dict(declared()["root"])
-        for group in (name for name in declared() if "=" not in name and name != "root"):
+        for group in groups():
             node = saved.get(group)
             tree[group] = declared()[part_of(group, node) if isinstance(node, dict) else group]
         fault = next(damage(tree, saved), "")

@@ -75,7 +75,7 @@ def replace_attention(model: Any) -> None:
         model.set_attn_implementation(theirs)
 
 
-class Stopped(Exception):
+class FirstAttention(Exception):
     """Ends a forward after its first attention."""
 
 
@@ -85,13 +85,13 @@ def attention_output(model: nn.Module) -> Tensor:
 
     def stop(layer: nn.Module, inputs: Any, result: tuple[Tensor, Any]) -> None:
         outputs.append(result[0])
-        raise Stopped
+        raise FirstAttention
 
     outputs: list[Tensor] = []
     mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]]).bool()
     attention = next(m for name, m in model.named_modules() if name.endswith("attn"))
     hook = attention.register_forward_hook(stop)
-    with hook, contextlib.suppress(Stopped):
+    with hook, contextlib.suppress(FirstAttention):
         model(input_ids=torch.arange(4).expand(2, 4), attention_mask=mask)
     return outputs[0][mask]
 

@@ -13,6 +13,7 @@ def always(node: dict[str, Any]) -> bool:
 
 
 EXTRAS = {  # by import name
+    "bitsandbytes": "optimizer=adamw_8bit needs bitsandbytes: pip install bitsandbytes",
     "math_verify": "symbolic=true needs math-verify: pip install -e '.[math]'",
     "peft": "policy.lora needs peft: pip install -e '.[lora]'",
     "ray": "a shared transform needs Ray: pip install -e '.[ray]'",
@@ -49,7 +50,8 @@ def package_of(node: dict[str, Any]) -> str | None:
     home, _, name = node["_target_"].rpartition(".")
     if name == "AccelerateTracker":
         return node["kind"] if node["kind"] in EXTRAS else None
-    if home.partition(".")[0] not in ("policies", "envs", "trainer") or name not in REQUIRING:
-        return None
+    top = home.partition(".")[0]
+    if top not in ("policies", "envs", "trainer") or name not in REQUIRING:
+        return top if top in EXTRAS else None
     package, needs = REQUIRING[name]
     return package if needs(node) else None

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from tensordict import TensorDict
 from torch import Tensor
 
-from conf.build import build, make_leash
 from conf.compose import compose_checked, set_up
+from conf.plan import Plan, plan
 from envs.chat_env import ChatEnv
 from envs.transforms import RetrieveKL
 from policies.layout import groups
@@ -86,13 +86,18 @@ def step(name: str) -> Step:
     task = Pairs()
     parts = {"task": task, "policy": policy, "generator": policy, "runtime": Alone("/tmp")}
     env = ChatEnv(task, group_size=cfg.algorithm.group_size)
-    batch = build(cfg.algorithm.source, prompts_per_iteration=4, env=env, **parts)(0)
+    batch = planned(cfg).source(prompts_per_iteration=4, env=env, **parts)(0)
     if cfg.kl.measure:
         batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
     for key in DENSE:
         if key in batch and batch.get(key).is_floating_point():
             batch.set(key, batch.get(key).double())
     return Step(cfg, scaled(policy, 1.02), reference, batch)
+
+
+def planned(cfg: DictConfig) -> Plan:
+    """Return the parts of a composed run."""
+    return plan(OmegaConf.to_container(cfg, resolve=True))
 
 
 @torch.no_grad()
@@ -127,11 +132,11 @@ def gradient(
     With `spread` each rank has a part of every weight too: the step's policy is no other's then.
     """
     runtime, policy, algorithm = runtime or one_process(), step.policy, step.cfg.algorithm
-    own = make_leash(step.cfg)
+    parts = planned(step.cfg)
     if critic := algorithm.get("critic"):
         policy.scorer.critic = Critic(policy.scorer, **critic).double()
         torch.nn.init.constant_(policy.scorer.critic.head.weight, 0.01)
-    advantage = build(algorithm.advantage, algorithm, leash=own, policy=policy, runtime=runtime)
+    advantage = parts.advantage(leash=parts.leash, policy=policy, runtime=runtime)
     made = shards.ShardedRuntime("/tmp") if spread else runtime
     scorer, optimizer = made.prepare(
         policy, lambda scorer: Record(scorer.parameters()), step.reference, advantage
@@ -139,9 +144,9 @@ def gradient(
     update = Update(
         scorer,
         optimizer,
-        build(algorithm.objective, algorithm, leash=own),
+        parts.objective(leash=parts.leash),
         runtime,
-        leash=own,
+        leash=parts.leash,
         lr=lambda number: 0.0,
         aggregation=algorithm.aggregation,
         packing=algorithm.get("packing", False),

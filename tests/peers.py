@@ -23,8 +23,8 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from conf import build as parts
 from conf.compose import compose_checked
+from conf.plan import plan
 from policies.scorer import Scores
 from policies.token_distribution import Head, TokenDistribution
 from trainer.runtime import Runtime
@@ -136,26 +136,21 @@ def leash_gradient(d: Data, *words: str) -> Tensor:
     defaults |= {"algorithm.group_size": str(G), "algorithm.minibatches": "1"}
     defaults |= dict(word.split("=", 1) for word in words)
     cfg = OmegaConf.create(compose_checked([f"{k}={v}" for k, v in defaults.items()]))
-    algorithm, has_critic = cfg.algorithm, "critic" in cfg.algorithm
+    has_critic = "critic" in cfg.algorithm
     scorer = Table(d.curr, d.values, d.old_values) if has_critic else Table(d.curr)
     policy = SimpleNamespace(scorer=scorer if has_critic else Table(d.old))
     runtime = Runtime("/tmp")  # anew: a peer's TrainingArguments reset Accelerate's state
-    leash = parts.make_leash(cfg)
-    made = {"policy": policy, "runtime": runtime, "leash": leash}
-    own = {"micro_batch_tokens": None}
+    parts = plan(OmegaConf.to_container(cfg, resolve=True))
+    made = {"policy": policy, "runtime": runtime, "leash": parts.leash}
     batch = batch_of(d)
-    for node in (algorithm.after_rollout or {}).values():
-        batch = parts.build(node, own, **made)(batch)
-    batch = parts.build(algorithm.advantage, algorithm, own, **made)(batch)
-    update = parts.build(
-        {"_target_": "trainer.Update"},
-        cfg.trainer,
-        algorithm,
+    for part in (*parts.after_rollout.values(), parts.advantage):
+        batch = part(micro_batch_tokens=None, **made)(batch)
+    update = parts.update(
         scorer=scorer,
         optimizer=(optimizer := Record(scorer.parameters())),
-        objective=parts.build(algorithm.objective, algorithm, **made),
+        objective=parts.objective(**made),
         runtime=runtime,
-        leash=leash,
+        leash=parts.leash,
         lr=lambda step: 0.0,
         max_tokens=MOST,
         max_grad_norm=0.0,

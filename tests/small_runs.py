@@ -106,12 +106,11 @@ def train(
                 scorer, optimizer, objective, runtime, leash=leash, lr=lambda _: 1e-2, **steps
             ),
             evaluate=Evaluate(**parts, **options),
-            leash=leash,
             checkpoints=Checkpoints(
                 runtime, policy, optimizer, every=every, keep_last=0, reference=retrieve
             ),
             num_iterations=4,
-            early_stopping=enough,
+            early_stopping=enough or EarlyStopping(),
             observers=Observers([JsonlTracker(folder, resume=resume), LiveReport(folder), display]),
         )
         change(loop)

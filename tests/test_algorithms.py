@@ -12,12 +12,12 @@ from statistics import stdev as std
 import pytest
 import torch
 from contracts import demonstrations, leash, make_policy, one_process, plain_log_probs
+from invariance import planned
 from omegaconf import DictConfig, OmegaConf
 from peers import MOST, REWARDS, G, batch_of, draw
 from torch import Tensor
 
 import trainer.losses
-from conf.build import build, make_leash
 from conf.compose import compose_checked, set_up
 from policies.scorer import Scores
 from trainer.advantage import GroupAdvantage
@@ -241,14 +241,14 @@ def agrees_with_its_paper(name: str) -> Tensor:
     cfg, kept = composed(name), torch.get_default_dtype()
     algorithm, c = cfg.algorithm, Case(cfg.algorithm.group_size, MOVES.get(name, 0.7))
     cfg.kl.coeff = 0.0 if name == "dapo" else BETA
-    own = make_leash(cfg)
+    parts = planned(cfg)
     batch, curr = c.batch, c.curr.clone().requires_grad_()
     mask = batch["loss_mask"]
     torch.set_default_dtype(torch.float64)
     try:
         if algorithm.source._target_ != "trainer.Demonstrations":
-            batch = build(algorithm.advantage, algorithm, leash=own, runtime=one_process())(batch)
-        terms = build(algorithm.objective, algorithm, leash=own)(Scores(curr), batch)
+            batch = parts.advantage(leash=parts.leash, runtime=one_process())(batch)
+        terms = parts.objective(leash=parts.leash)(Scores(curr), batch)
         totals = {"total_tokens": int(mask.sum()), "total_rows": len(c.kept), "max_tokens": MOST}
         weight = trainer.losses.token_weights(mask, algorithm.aggregation, **totals)
         loss = sum((weight * term).sum() for term in terms.loss.values())

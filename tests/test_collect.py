@@ -20,7 +20,7 @@ from policies.load import load_reference
 from policies.random import fold
 from policies.scorer import Critic
 from trainer.batch import KEYS
-from trainer.collect import RESPONSE, collect
+from trainer.collect import collect
 from trainer.demonstrations import Demonstrations
 from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
@@ -262,21 +262,6 @@ def test_what_a_reward_writes_into_its_row_is_in_no_later_prompt():
         evaluate = Evaluate(**parts, env=ChatEnv(task), num_samples=2)
         found[type(task)] = texts, evaluate(0), evaluate(0)
     assert found[Writing] == found[Words]
-
-
-def test_with_the_prompt_mask_the_last_turn_alone_is_learnt():
-    task = Words(2)
-    parts = {
-        "task": task,
-        "generator": make_policy(),
-        "runtime": one_process(),
-        "prompts_per_iteration": 2,
-    }
-    env = ChatEnv(task, group_size=G, max_turns=2)
-    batch = Rollouts(**parts, env=env, mask="prompt")(0)
-    for sampled, learnt in zip(batch[RESPONSE].tolist(), batch["loss_mask"].tolist(), strict=True):
-        assert len(runs(sampled)) == 2
-        assert runs(learnt) == runs(sampled)[1:]
 
 
 # Dynamic sampling.

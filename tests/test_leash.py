@@ -9,12 +9,11 @@ from functools import partial
 import pytest
 import torch
 from contracts import G, leash, one_process
-from invariance import ALGORITHMS, step
+from invariance import ALGORITHMS, planned, step
 from steps import Record, kept_log_probs, make_update
 from tensordict import TensorDict
 from torch import Tensor
 
-from conf.build import build
 from policies.scorer import Critic, Scores
 from trainer.advantage import GroupAdvantage
 from trainer.kl import Leash
@@ -35,8 +34,9 @@ def run(name: str, own: Leash, *, judged_by: Leash | None = None):
     parts = {"leash": judged_by or own, "policy": policy, "runtime": runtime}
     batch = case.batch.clone()
     batch["loss_mask"] = without_the_first(batch["loss_mask"])
-    batch = build(algorithm.advantage, algorithm, **parts)(batch)
-    objective = build(algorithm.objective, algorithm, leash=own)
+    made = planned(case.cfg)
+    batch = made.advantage(**parts)(batch)
+    objective = made.objective(leash=own)
     optimizer = Record(policy.scorer.parameters())
     update = make_update(policy, objective, optimizer, aggregation=algorithm.aggregation)
     try:

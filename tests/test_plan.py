@@ -5,16 +5,13 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
-import small_runs
 import torch
 from engines import Copy, beside
 from runs import SMALL, metrics, train
 
-from conf.build import make_task
 from conf.compose import compose_checked
-from conf.plan import SECTIONS, plan
+from conf.plan import plan
 from conf.schema import FOLDER, Key, leaves, part_of
-from envs.tasks import Reply, SortDigits
 from trainer.advantage import GroupAdvantage
 from trainer.demonstrations import Demonstrations
 from trainer.kl_control import KLControllerBase
@@ -23,6 +20,7 @@ from trainer.objectives import Terms
 from trainer.surrogates import Surrogate
 
 HERE = "test_plan"
+SECTIONS = ("algorithm", "trainer", "optimizer", "kl", "env", "policy")
 OFF = ("kl.coeff=0", "kl.measure=false")
 UNJUDGED = ("eval.num_samples=0", "eval.greedy=false")
 GOES_WITH = {"sft": OFF, "minor_sft": OFF, "reward": ("env=preferences", *OFF, *UNJUDGED)}
@@ -36,6 +34,7 @@ UNREAD = {"dppo": DPPO, "rloo": REINFORCE, "cispo": {*CLIP, "dual_clip"}}
 UNREAD |= {name: set() for name in ("ppo", "sft", "minor_sft", "reward")}
 OF_CONTROLLERS = {"kl.target", "kl.horizon", "kl.end"}  # constant is the default
 OF_REFERENCES = {"kl.reference", "kl.refresh_every", "kl.refresh_decay"}
+OF_SAMPLING = {"algorithm.group_size", "trainer.overlap", "kl.allow_biased"}
 OF_DATA = {"env.eval_dataset", "env.split", "env.eval_split"}
 OF_DATA |= {f"env.columns.{name}" for name in ("messages", "question", "answer")}
 
@@ -66,7 +65,7 @@ def untaken(config: dict) -> set[str]:
     for section in SECTIONS:
         for name, key in leaves(part_of(section, config[section])):
             value = other_value(key)
-            if value is None or name in ("kl.where", f"{section}._target_"):
+            if value is None or name in ("kl.where", "algorithm.rows", f"{section}._target_"):
                 continue
             changed = deepcopy(config)
             *path, last = name.split(".")
@@ -84,7 +83,7 @@ def test_a_key_is_taken_or_refused(algorithm):
     """A renamed argument of leash's own would show here, too."""
     want = {f"algorithm.{name}" for name in UNREAD.get(algorithm, CLIP)} | OF_CONTROLLERS
     want |= OF_DATA if algorithm != "reward" else set()
-    want |= OF_REFERENCES if algorithm in GOES_WITH else set()
+    want |= OF_REFERENCES | OF_SAMPLING if algorithm in GOES_WITH else set()
     assert untaken(config_of(algorithm)) == want
 
 
@@ -162,6 +161,7 @@ OWN = ("experiment=grpo_tiny", "policy.model=tiny", "allow_targets=true")
 MINE = f"algorithm.advantage._target_={HERE}.PowerAdvantage"
 POWER = "+algorithm.power=2"
 SURROGATE = f"algorithm.surrogate={{_target_: {HERE}.linear_surrogate}}"
+SFT = ("experiment=sft_tiny",)
 REFUSED = [  # words, and the key that no part takes
     ([MINE, POWER, "algorithm.baseline=leave_one_out"], "algorithm.baseline=leave_one_out"),
     ([MINE, POWER, "algorithm.credit=return_to_go"], "algorithm.credit"),
@@ -172,6 +172,12 @@ REFUSED = [  # words, and the key that no part takes
     ([f"kl.controller={{_target_: {HERE}.Halving, factor: 0.5}}", "kl.end=1"], "kl.end"),
     ([f"optimizer._target_={HERE}.SignDescent", "optimizer.eps=1"], "optimizer.eps"),
     (["env.split=test"], "env.split"),
+    ([*SFT, "kl.estimator=full"], "kl.estimator=full"),
+    ([*SFT, "kl=reward", *OFF], "kl.where=reward|kl.estimator=k1"),
+    (["+algorithm.advantage.basline=mean"], "basline: trainer.GroupAdvantage takes"),
+    (["+env.transforms.steps={_target_: envs.transforms.StepCounter, foo: 1}"], "foo: envs"),
+    (["kl.controller={_target_: trainer.LinearKLController, end: 0, foo: 1}"], "foo: trainer"),
+    (["algorithm.rows=demonstrations", *OFF], "algorithm.rows=prompts, which trainer.Rollouts"),
 ]  # fmt: skip
 
 
@@ -216,48 +222,6 @@ def test_sft_takes_a_source_of_a_users_own(source):
     words = ["env=sort_digits", "algorithm=sft", *OFF, "policy.model=tiny", "allow_targets=true"]
     parts = plan(compose_checked([*words, f"algorithm.source._target_={HERE}.{source}"]))
     assert parts.source.node["prompts_per_iteration"] == 4
-
-
-@pytest.mark.parametrize("weight", [0.0, 0.5])
-def test_the_weight_of_the_tasks_reward_holds_without_other_rewards(weight):
-    task = make_task(compose_checked([*OWN, f"env.task_weight={weight}"])["env"])
-    row = task.rows("train")[0]
-    right = Reply(row["answer"], True, [])
-    assert task.reward(row, right).total == weight * SortDigits().reward(row, right).total
-
-
-class Silent:
-    """An advantage that writes nothing."""
-
-    def __call__(self, batch):
-        return batch
-
-
-class Short(Silent):
-    """An advantage of another shape."""
-
-    def __call__(self, batch):
-        return batch.set("advantage", batch["reward_raw"].sum(-1, keepdim=True))  # [B, 1]
-
-
-class Unpriced(Silent):
-    """An advantage that writes no reward."""
-
-    def __call__(self, batch):
-        return batch.set("advantage", batch["reward_raw"])
-
-
-@pytest.mark.parametrize(
-    ("part", "line"),
-    [
-        (Silent(), "Silent to write advantage"),
-        (Short(), r"Short to write advantage, \[B, T\].*got the shape"),
-        (Unpriced(), "Unpriced to write reward, .*charge_reward"),
-    ],
-)
-def test_a_part_that_does_not_write_what_others_read_is_named(part, line, tmp_path):
-    with pytest.raises(ValueError, match=line):
-        small_runs.train(tmp_path, change=lambda loop: setattr(loop, "advantage", part))
 
 
 @pytest.mark.runs

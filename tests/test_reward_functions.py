@@ -18,6 +18,8 @@ from contracts import Words, make_policy, one_process, prompts
 from processes import gone
 from reward_cases import behave, needs_level
 
+from conf.build import make_task
+from conf.compose import compose_checked
 from envs.chat_env import ChatEnv
 from envs.rewards import (
     Function,
@@ -397,3 +399,11 @@ def test_none_is_left_out_of_the_sum_and_a_reply_that_nobody_judges_is_dropped()
     assert math.isnan(second.parts["sums"])
     both = Rewarded(Task(), {"sums": TRLFunction(sums), "one": Function(lambda *_: 1)})
     assert [(r.total, r.dropped) for r in both.rewards(rows, replies)] == [(3, False), (1, False)]
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_the_weight_of_the_tasks_reward_holds_without_other_rewards(weight):
+    task = make_task(compose_checked(["experiment=grpo_tiny", f"env.task_weight={weight}"])["env"])
+    row = task.rows("train")[0]
+    right = Reply(row["answer"], True, [])
+    assert task.reward(row, right).total == weight * SortDigits().reward(row, right).total

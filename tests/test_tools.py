@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from uneven_chats import data, replied
 
-from conf.build import make_env, make_task, make_transforms
+from conf.build import make_task
 from conf.compose import compose_checked
+from conf.plan import plan
 from envs import ChatEnv
 from envs.tasks.task import Reply, Reward, Task, assistant, user
 from envs.transforms import (
@@ -212,7 +213,9 @@ def test_a_configuration_mounts_its_tools_also_for_evaluations(tmp_path):
     words = [f"env.dataset={path}", f"env.eval_dataset={path}"]
     cfg = OmegaConf.create(compose_checked(["experiment=grpo_tiny", "env=python_tool", *words]))
     task = make_task(cfg.env)
-    env = make_env(cfg, task, make_policy(), make_transforms(cfg).values()).with_group_size(1)
+    parts = plan(OmegaConf.to_container(cfg))
+    transforms = [part() for part in parts.transforms.values()]
+    env = parts.make_env(task, make_policy(), transforms).with_group_size(1)
     td = env.reset(data(task.rows("eval")[0]))
     td = say(env, td, call("python", '{"code": "print(6*7)"}'))
     assert td["history"].prompt.chats()[0][-1]["content"] == "1. python gave: 42"

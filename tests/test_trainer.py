@@ -18,6 +18,7 @@ from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.early_stopping import EarlyStopping
 from trainer.evaluation import Evaluate
 from trainer.kl_control import BudgetKLController
+from trainer.objectives import PPOObjective
 from trainer.overlap import Overlap
 from trainer.runs.discover import nothing_left
 from trainer.runs.run_files import load_run, read_status
@@ -270,3 +271,48 @@ def test_an_error_in_a_batch_ahead_leaves_the_iterations_before_it_whole(tmp_pat
     assert [row["progress/iteration"] for row in rows] == [0, 1, 2]
     assert "eval/sampled_accuracy" in rows[-1]
     assert (tmp_path / "checkpoints" / "iteration_000002").is_dir()
+
+
+# What an advantage must write
+
+
+class Silent:
+    """An advantage that writes nothing."""
+
+    def __call__(self, batch):
+        return batch
+
+
+class Short(Silent):
+    """An advantage of another shape."""
+
+    def __call__(self, batch):
+        return batch.set("advantage", batch["reward_raw"].sum(-1, keepdim=True))  # [B, 1]
+
+
+class Unpriced(Silent):
+    """An advantage that writes no reward."""
+
+    def __call__(self, batch):
+        return batch.set("advantage", batch["reward_raw"])
+
+
+@pytest.mark.parametrize(
+    ("part", "line"),
+    [
+        (Silent(), "Silent to write advantage"),
+        (Short(), r"Short to write advantage, \[B, T\].*got the shape"),
+        (Unpriced(), "Unpriced to write reward, .*charge_reward"),
+    ],
+)
+def test_a_part_that_does_not_write_what_others_read_is_named(part, line, tmp_path):
+    with pytest.raises(ValueError, match=line):
+        train(tmp_path, change=lambda loop: setattr(loop, "advantage", part))
+
+
+def test_an_advantage_without_the_value_that_the_objective_reads_is_named(tmp_path):
+    def learn_values(loop):
+        loop.update.objective = PPOObjective(leash=loop.update.leash)
+
+    with pytest.raises(ValueError, match="GroupAdvantage to write value"):
+        train(tmp_path, change=learn_values)

@@ -77,6 +77,7 @@ def reads(*keys: NestedKey) -> tuple[NestedKey, ...]:
 SOURCE_WRITES = reads(
     ("tokens", "full"), ("masks", "all_attention_mask"), "loss_mask", "temperature"
 )
+LEARNT = reads("advantage", "value", "returns")  # what an objective may read of an advantage
 ADVANTAGE_WRITES = reads("reward", "reward_kl")  # by `Leash.charge_reward`
 
 

@@ -24,6 +24,8 @@ class Demonstrations:
     "assistant": every assistant turn; "prompt": only the last turn, after the prompt.
     """
 
+    reads_rows = "demonstrations"  # as algorithm.rows
+
     def __init__(
         self,
         *,

@@ -123,6 +123,6 @@ def check_place(where: str, estimator: str | Estimator, *, allow_biased: bool = 
     reason = row.refused.get(where, f"it needs the {row.needs}" if missing else "")
     if not reason or (allow_biased and not missing):
         return
-    name = estimator if isinstance(estimator, str) else row.term.__name__
+    name = estimator if isinstance(estimator, str) else "<your own>"
     remedy = "" if missing else ", or set kl.allow_biased=true"
     raise ValueError(f"kl.estimator={name} with kl.where={where}: {reason}{remedy}")

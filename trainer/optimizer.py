@@ -123,6 +123,7 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
+        weight_decay: float = 0.0,
         momentum: float = 0.95,
     ) -> None:
         outer = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -139,9 +140,9 @@ class Muon(torch.optim.Optimizer):
             others += [{**group, "params": rest, "muon": False}] if rest else []
         if not hidden:
             raise ValueError("expected a model with trained matrices for Muon, got none")
-        options = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}
-        self.muon = MasterMuon(hidden, lr=lr, **options)
-        self.adamw = MasterAdamW(others, lr=lr, betas=betas, eps=eps) if others else None
+        both = {"lr": lr, "weight_decay": weight_decay}
+        self.muon = MasterMuon(hidden, momentum=momentum, adjust_lr_fn="match_rms_adamw", **both)
+        self.adamw = MasterAdamW(others, betas=betas, eps=eps, **both) if others else None
         groups = [*self.muon.param_groups, *(self.adamw.param_groups if self.adamw else ())]
         super().__init__(groups, {"lr": lr})
 

@@ -48,8 +48,8 @@ def _restore(loop: Any, state: dict[str, Any]) -> None:
                 f"({got[:12]}); put the old one back, or start a new run"
             )
     loop.update.load_state_dict(state["update"])
-    loop.leash.controller.load_state_dict(state["kl"])
-    if loop.early_stopping and "enough" in state:
+    loop.update.leash.controller.load_state_dict(state["kl"])
+    if "enough" in state:
         loop.early_stopping.load_state_dict(state["enough"])
         if loop.early_stopping.ended:  # stopped before the final model was written
             loop.num_iterations = state["iteration"]

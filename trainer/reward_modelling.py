@@ -28,6 +28,8 @@ class PreferencePairs:
     end of the longer row.
     """
 
+    reads_rows = "preferences"  # as algorithm.rows
+
     def __init__(
         self,
         *,

@@ -55,6 +55,8 @@ class Rollouts:
     The verbs of `after_rollout` transform the batch, in order.
     """
 
+    reads_rows = "prompts"  # as algorithm.rows
+
     def __init__(
         self,
         *,
@@ -67,12 +69,8 @@ class Rollouts:
         after_rollout: Sequence[Verb] = (),
     ) -> None:
         self.rows: Sequence[dict[str, Any]] = task.rows("train")
-        self.env, self.generator, self.runtime, self.size = (
-            env,
-            generator,
-            runtime,
-            prompts_per_iteration,
-        )
+        self.env, self.generator, self.runtime = env, generator, runtime
+        self.size = prompts_per_iteration
         self.mask, self.after_rollout = mask, after_rollout
 
     def prompts(self, iteration: int, attempt: int = 0) -> TensorDict:

@@ -23,11 +23,10 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from policies.protocols import Generator, Policy
-from trainer.batch import ADVANTAGE_WRITES, SOURCE_WRITES, check_written
+from trainer.batch import ADVANTAGE_WRITES, LEARNT, SOURCE_WRITES, check_written
 from trainer.checkpoint import Checkpoints, remove, save_model
 from trainer.early_stopping import EarlyStopping
 from trainer.evaluation import Evaluate
-from trainer.kl import Leash
 from trainer.metrics import summarize
 from trainer.observer import Observer
 from trainer.reference import NoReference, Reference
@@ -55,7 +54,6 @@ class Trainer:
     advantage: Verb
     update: Update
     evaluate: Evaluate
-    leash: Leash
     checkpoints: Checkpoints
     num_iterations: int
     num_logged_replies: int | str = 16  # per iteration, or "all"
@@ -63,14 +61,12 @@ class Trainer:
     observers: Observer = field(default_factory=Observer)
     progress: Progress = field(default_factory=Progress)
     last_sync: SyncResult = field(default_factory=SyncResult)
-    early_stopping: EarlyStopping | None = None
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     inputs: dict[str, str] = field(default_factory=dict)  # sha256 of each configured file
     parts: dict[str, Any] = field(default_factory=dict)  # stateful parts, by configuration key
 
     def run(self, *, resume: bool = False) -> float:
         """Train to the last iteration; return the sweep metric."""
-        if self.update.leash is not self.leash:
-            raise ValueError("expected one Leash, got two: pass the Leash of Update to Trainer")
         if resume:
             restore_run(self)
         self.last_sync = push_weights(self.policy, self.generator)  # resume loads only the policy
@@ -103,9 +99,9 @@ class Trainer:
             self.last_sync = sync(self.policy, self.generator, last=self.last_sync)
             self.retrieve_kl.refresh(i + 1)
             clock.lap("sync")
-            metrics |= summarize(batch, self.runtime) | {"kl/coeff": self.leash.coeff}
+            metrics |= summarize(batch, self.runtime) | {"kl/coeff": self.update.leash.coeff}
             metrics |= self.runtime.all_reduce_max(self.last_sync.metrics())
-            self.leash.follow(metrics, replies=len(batch) * self.runtime.ranks)
+            self.update.leash.follow(metrics, replies=len(batch) * self.runtime.ranks)
             self._count(batch, metrics, clock)
         self._log(batch, metrics)
         done = self.progress.iteration
@@ -140,7 +136,7 @@ class Trainer:
     def _advantage(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the batch with what update and metrics read of the advantage."""
         batch = self.advantage(batch)
-        learnt = [key for key in self.update.objective.reads if key == "advantage"]
+        learnt = [key for key in LEARNT if key in self.update.objective.reads]
         judged = ADVANTAGE_WRITES if "reward_raw" in batch else ()
         check_written(batch, [*learnt, *judged], self.advantage)
         return batch
@@ -248,7 +244,7 @@ class Trainer:
 
     def _stop_early(self, metrics: dict[str, float]) -> None:
         """Make this iteration the last one if the early-stopping rule holds."""
-        if self.early_stopping is None or self.early_stopping.ended:
+        if self.early_stopping.ended:
             return
         iteration = self.progress.iteration
         # Time metrics differ between ranks, so rank 0 decides.
@@ -305,12 +301,12 @@ class Trainer:
         return {
             **vars(self.progress),
             "update": self.update.state_dict(),
-            "kl": self.leash.controller.state_dict(),
+            "kl": self.update.leash.controller.state_dict(),
             "version": self.policy.version,
             "reference": self.retrieve_kl.sha256,  # a resumed run must have the same reference
             "inputs": self.inputs,  # and the same hashes of rows, templates and code
             "parts": self._states(),
-            **({"enough": self.early_stopping.state_dict()} if self.early_stopping else {}),
+            "enough": self.early_stopping.state_dict(),
         }
 
 
