@@ -149,7 +149,7 @@ def _no_replies(cfg: Config) -> Iterator[str]:
     kl, algorithm, text = cfg["kl"], cfg["algorithm"], "this algorithm samples no replies"
     none = {"coeff": 0, "measure": False, "controller": "constant"}
     if wrong := [key for key in none if kl[key] != none[key]]:
-        instead = " ".join(f"kl.{key}={str(none[key]).lower()}" for key in wrong)
+        instead = " ".join(f"kl.{key}={schema.word(none[key])}" for key in wrong)
         yield f"{text} to charge a KL on; give {instead}, or take sft_own, sft_tiny or rm_tiny"
     for key in ("target_kl", "entropy_coeff", "entropy_target", "after_rollout"):
         if algorithm[key]:
@@ -202,7 +202,7 @@ def _parts(cfg: Config) -> Iterator[str]:
     named = {f"env.{key}": env[key] for key in ("transforms", "rewards")}
     named |= {"algorithm.after_rollout": verbs or {}, "observers": cfg["observers"]}
     for where, nodes in named.items():
-        for name, node in nodes.items():
+        for name, node in (nodes if isinstance(nodes, dict) else {"<name>": nodes}).items():
             if node is not None and not (isinstance(node, dict) and "_target_" in node):
                 yield f"expected {where}.{name} to be {{_target_: <class>}}, got {node!r:.80}"
     for path, node in walk(env["transforms"], "env.transforms"):

@@ -99,9 +99,10 @@ def _variable(path: str) -> str:
 def write_defaults(folder: Path, hydra_config: DictConfig) -> None:
     """Write the defaults of the experiment and of leash, for the report, into a run folder."""
     choices, words = hydra_config.runtime.choices, hydra_config.overrides.task
-    experiment = [f"experiment={choices.experiment}"] if "experiment" in choices else []
+    experiment = [f"experiment={quoted(choices.experiment)}"] if "experiment" in choices else []
     files = [word for word in words if word.partition("=")[0] in GROUPS]
-    chosen = ["~experiment", *(f"{group}={choices[group]}" for group in GROUPS if group in choices)]
+    named = ((group, choices[group]) for group in GROUPS if group in choices)
+    chosen = ["~experiment", *(f"{group}={quoted(str(name))}" for group, name in named)]
     defaults = {
         "experiment": compose([*experiment, *files] if experiment else chosen),
         "leash": compose(chosen),

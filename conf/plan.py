@@ -21,7 +21,7 @@ from conf.build import (
     make_leash,
 )
 from conf.check import walk
-from conf.schema import FOLDER, changed
+from conf.schema import FOLDER, all_keys, changed, word
 from trainer.surrogates import SURROGATES, find_surrogate
 
 SECTIONS = ("algorithm", "trainer", "optimizer", "kl", "env", "policy")  # nothing here is ignored
@@ -70,11 +70,11 @@ class Keys:
                     self.take(f"{section}.{name}")
         return Part({**arguments, **node})
 
-    def untaken(self) -> Iterator[str]:
-        """Yield each key that no part has taken and that differs from its default, as key=value."""
+    def untaken(self) -> Iterator[tuple[str, Any]]:
+        """Yield key and value where no part has taken it and it differs from its default."""
         for key, value in changed(self.config, SECTIONS):
             if not any(f"{key}.".startswith(f"{each}.") for each in self.taken):
-                yield f"{key}={value}"
+                yield key, value
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,11 @@ def plan(config: Section) -> Plan:
     check_rows(algorithm, parts.source)
     take_keys_read_elsewhere(keys, parts)
     if config["mode"] == "train":
-        for fault in keys.untaken():
-            name = fault.partition("=")[0]
-            raise ValueError(f"{fault}: no part of this run takes it{_takers(name)}")
+        for name, value in keys.untaken():
+            _, key = all_keys().get(name, ("", None))
+            remedy = f"set {name}={word(key.default)}" if key else "leave it out"
+            text = f"no part of this run takes it{_takers(name)}; {remedy}"
+            raise ValueError(f"{name}={word(value)}: {text}")
     return parts
 
 
@@ -227,4 +229,4 @@ def _takers(key: str) -> str:
         targets = sorted({node["_target_"] for file in files for _, node in walk(file)})
         if not takers:
             takers = [target for target in targets if name in arguments_of(find_target(target))[0]]
-    return f" ({' or '.join(takers)} would); leave it out" if takers else "; leave it out"
+    return f" ({' or '.join(takers)} would)" if takers else ""

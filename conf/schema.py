@@ -1,5 +1,6 @@
 """The typed schema of conf/keys.yaml, against which Hydra checks files and words. Torch-free."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -136,6 +137,11 @@ def changed(config: dict[str, Any], sections: Sequence[str]) -> Iterator[tuple[s
                 yield name, value
         for name in config[group].keys() - declared()[part].keys():
             yield f"{group}.{name}", config[group][name]
+
+
+def word(value: Any) -> str:
+    """Return a value as a command line has it: true, null, [1, 2]."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def faults(config: dict[str, Any]) -> Iterator[str]:

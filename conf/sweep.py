@@ -28,7 +28,7 @@ from trainer.reports.sweep_page import write_sweep
 from trainer.runs.discover import nothing_left
 from trainer.runs.failures import print_error, say
 from trainer.runs.folders import holds_run, is_main_rank, quoted
-from trainer.runs.launch import Interrupted
+from trainer.runs.launch import Interrupted, check_parts
 from trainer.runs.lock import lock_folder
 from trainer.runs.redact import redact, redact_text
 from trainer.runs.run_files import read_yaml
@@ -145,7 +145,7 @@ def _name_jobs(config: DictConfig, folder: Path) -> list[str]:
             f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(unnamed))}]",
         ]
         config.hydra.sweep.dir = str(folder)
-    names = []
+    names, configs = [], []
     basic = config.hydra.sweeper._target_.endswith(".BasicSweeper")  # others choose jobs later
     for number, job in enumerate(BasicSweeper.split_arguments(items, None)[0] if basic else ()):
         cfg = loader.load_sweep_config(config, job)
@@ -153,7 +153,8 @@ def _name_jobs(config: DictConfig, folder: Path) -> list[str]:
             cfg.hydra.job.num, cfg.hydra.job.id = number, str(number)  # as its launcher will
         _refuse_secrets(cfg, [i for i in parser.parse_overrides(job) if i.key_or_group in swept])
         names.append(str(cfg.hydra.sweep.subdir))
-        read_job(cfg, folder / names[-1], job, in_sweep=True)
+        configs.append(read_job(cfg, folder / names[-1], job, in_sweep=True))
+    check_parts(configs)
     return names
 
 

@@ -17,6 +17,7 @@ from trainer.demonstrations import Demonstrations
 from trainer.kl_control import KLControllerBase
 from trainer.kl_estimators import Estimator
 from trainer.objectives import Terms
+from trainer.runs.folders import holds_run
 from trainer.surrogates import Surrogate
 
 HERE = "test_plan"
@@ -222,6 +223,23 @@ def test_sft_takes_a_source_of_a_users_own(source):
     words = ["env=sort_digits", "algorithm=sft", *OFF, "policy.model=tiny", "allow_targets=true"]
     parts = plan(compose_checked([*words, f"algorithm.source._target_={HERE}.{source}"]))
     assert parts.source.node["prompts_per_iteration"] == 4
+
+
+@pytest.mark.runs
+def test_a_refused_run_costs_no_training_and_no_name(tmp_path: Path):
+    """Neither a warm-up nor a job of the sweep is trained first; the same folder can be used."""
+    run, sweep = tmp_path / "run", tmp_path / "sweep"
+    cold = {"LEASH_CACHE": str(tmp_path / "cache")}
+    words = ["experiment=grpo_tiny", "algorithm.tv_bound=0.5", f"output_dir={run}"]
+    tried = [train(*words, **cold), train(*words, "policy.model=tiny")]
+    jobs = ["algorithm.surrogate=tv_mask,clip", f"hydra.sweep.dir={sweep}"]
+    tried.append(train("-m", *words[:2], *jobs, "policy.model=tiny", **cold))
+    for done in tried:
+        assert done.code == 2, done.text
+        assert "algorithm.tv_bound=0.5: no part of this run takes it" in done.text
+    assert not holds_run(run)
+    assert not sweep.exists()
+    assert not any((tmp_path / "cache").rglob("model"))
 
 
 @pytest.mark.runs

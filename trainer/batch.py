@@ -90,6 +90,8 @@ def check_written(batch: TensorDictBase, keys: Iterable[NestedKey], part: Any) -
             continue
         name = key if isinstance(key, str) else ".".join(key)
         got = "none" if value is None else f"the shape {[*value.shape]}"
-        remedy = "; call leash.charge_reward(batch)" if key in ADVANTAGE_WRITES else ""
+        remedy = (
+            "; call leash.charge_reward(batch), use its reward" if key in ADVANTAGE_WRITES else ""
+        )
         text = f"expected {type(part).__name__} to write {name}, {kind}: {about}"
         raise ValueError(f"{text}; got {got}{remedy}")

@@ -18,6 +18,13 @@ from trainer.runs.redact import redact_text
 from trainer.runs.run_files import read_status
 from trainer.runs.run_log import TERMINAL, VERBOSE
 
+REFUSED = 2  # exit code
+
+
+class Refused(ValueError):
+    """A configuration that no run can have, found before anything was loaded."""
+
+
 # Messages of Python, C and safetensors (Rust): full disk, quota, `ulimit -f`, read-only disk.
 UNWRITABLE = re.compile(
     r"No space left on device|Disk quota exceeded|File too large|Read-only file system"
@@ -49,7 +56,7 @@ def headline(error: BaseException) -> str:
     if LOST.search(text) and isinstance(error, RuntimeError):
         return "lost contact with another rank, which failed or was killed (out of memory?)"
     plain_kind = isinstance(error, (ValueError, OSError)) and not isinstance(error, UnicodeError)
-    worded = plain_kind and type(error).__module__ == "builtins"
+    worded = plain_kind and type(error).__module__ in ("builtins", __name__)
     if not (worded or (isinstance(error, ImportError) and "pip install" in text)):
         plain = f"{name}: {text.splitlines()[0]}" if text else name
     return " ".join([plain, *(f"({note})" for note in getattr(error, "__notes__", ()))])
@@ -77,7 +84,7 @@ def record_failure(folder: Path, error: BaseException) -> int:
         print_error(line)
     else:
         show_traceback()
-    return 1
+    return REFUSED if isinstance(error, Refused) else 1
 
 
 def read_errors(folder: Path) -> list[tuple[Path, str]]:

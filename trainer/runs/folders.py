@@ -49,9 +49,16 @@ def holds_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in RUN.split())
 
 
+def remove_run(folder: Path) -> None:
+    """Remove the files of a run that was refused before it began: its name stays free."""
+    for name in (*RUN.split(), "run.log"):
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
 def remove_unused(folder: Path) -> None:
-    """Remove a reserved folder that no run has used: it holds at most Hydra's files."""
-    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra"}:
+    """Remove a reserved folder that no run has used: Hydra's files and locks are hidden."""
+    if folder.is_dir() and all(path.name.startswith(".") for path in folder.iterdir()):
         shutil.rmtree(folder)
 
 

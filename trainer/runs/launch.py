@@ -4,6 +4,7 @@ Status travels by <folder>/status.json, errors by <folder>/errors/rank<k>.txt. A
 its status.json has an iteration.
 """
 
+import json
 import os
 import platform
 import runpy
@@ -15,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,16 @@ from policies.cache import write_text
 from trainer.early_stopping import Stopped, stop_reason
 from trainer.reports.report import write_report
 from trainer.runs.experiment_models import Compose, resolve_experiment
-from trainer.runs.failures import LESS_MEMORY, close_status, print_error, read_errors, say
-from trainer.runs.folders import SCRIPT
+from trainer.runs.failures import (
+    LESS_MEMORY,
+    REFUSED,
+    Refused,
+    close_status,
+    print_error,
+    read_errors,
+    say,
+)
+from trainer.runs.folders import SCRIPT, remove_run
 from trainer.runs.lock import RANK0, lock_folder, locked
 from trainer.runs.run_files import load_run, read_status
 from trainer.runs.run_log import TERMINAL, run_log
@@ -49,7 +57,8 @@ def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
     """Run one job after its warm-up; return the metric of a sweep.
 
     It runs in fresh processes, or in this process with launch.in_process.
-    ValueError if another run holds the folder, which then stays unchanged.
+    ValueError if another run holds the folder, which then stays unchanged. A new run that is
+    refused before it began leaves no file.
     """
     with locked(folder), run_log(folder):
         lock_folder(folder, RANK0).release()  # waits for the rank 0 of a killed launcher
@@ -70,6 +79,9 @@ def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
                 say("stopped before it began; nothing new is saved")
             raise stop if isinstance(stop, Interrupted) else Interrupted(130) from None
         except (RuntimeError, ValueError, OSError) as error:
+            if isinstance(error, Refused) and not config.get("resume"):
+                remove_run(folder)
+                raise
             close_status(folder, "failed", str(error))
             TERMINAL.info(f"error: {error}")
             raise
@@ -80,7 +92,10 @@ def prepare(config: dict[str, Any], folder: Path, *, compose: Compose) -> None:
 
     An identical file is not rewritten.
     """
-    train_first = partial(start, compose=compose)
+
+    def train_first(warm_up: dict[str, Any], place: Path) -> None:
+        check_parts([config])
+        start(warm_up, place, compose=compose)
 
     def resolve(node: Any) -> Any:  # experiment:<name> may occur at any depth
         if isinstance(node, dict):
@@ -103,6 +118,17 @@ def prepare(config: dict[str, Any], folder: Path, *, compose: Compose) -> None:
     shutil.rmtree(folder / "errors", ignore_errors=True)  # of an earlier attempt
     for old in (folder / "status.json", *folder.glob(".*.tmp")):  # a kill leaves .tmp files
         old.unlink(missing_ok=True)
+
+
+def check_parts(configs: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError for the first configuration with a key that no part of its run takes.
+
+    A fresh process imports the parts, and torch with them.
+    """
+    command = [sys.executable, str(SCRIPT), "--check"]
+    done = subprocess.run(command, input=json.dumps(configs), capture_output=True, text=True)
+    if done.returncode:
+        raise Refused((done.stdout or done.stderr).strip().splitlines()[-1])
 
 
 def worker_command(config: dict[str, Any], folder: Path) -> list[str]:
@@ -163,7 +189,7 @@ def _end(folder: Path, code: int, signals: list[int], *, who: str) -> dict[str, 
             print_error(failure)
         raise Interrupted(128 + signals[0] if signals else STOPPED)
     if failure:
-        raise RuntimeError(failure)
+        raise Refused(failure) if code == REFUSED else RuntimeError(failure)
     return status
 
 

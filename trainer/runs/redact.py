@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 HIDDEN = "<hidden>"
-_NAME = r"(?:token|secret|password|passphrase|(?:api|access)[_-]?key)s?"
+_NAME = r"(?:token|secret|passw(?:or)?d|passphrase|(?:api|access)[_-]?key)s?"
 _KEY = re.compile(rf"(?i){_NAME}$")
 _PLACE = r"(?!.*_(?:file|path|dir)$)"  # HF_TOKEN_PATH names a file
 _VARIABLE = re.compile(rf"(?i){_NAME}(?![a-z]){_PLACE}|_(?:pass|pat|pwd|key)$")
