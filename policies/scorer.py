@@ -179,9 +179,7 @@ class Scorer(nn.Module):
         """Return the states that predict the kept tokens, [K, H]."""
         return self._run(layout)[0]
 
-    def _run(
-        self, layout: layouts.Layout, *, routers: bool = False
-    ) -> tuple[Tensor, list[Tensor]]:
+    def _run(self, layout: layouts.Layout, *, routers: bool = False) -> tuple[Tensor, list[Tensor]]:
         """Return the states that predict the kept tokens, [K, H].
 
         With `routers` also what each router computes for these tokens, [K, E].
