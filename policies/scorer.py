@@ -4,7 +4,7 @@ Entry t of each result belongs to token t, given the tokens before it; entries o
 `accelerator.prepare` wraps the scorer, so a forward with gradients must be the scorer's forward.
 The forward uses a TokenDistribution of the kept tokens, which never holds logits [B, T, V].
 
-Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
+Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden, E experts.
 """
 
 import copy
@@ -60,6 +60,7 @@ LOCAL = Placement()
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon-H1
 DIVISORS = ("logits_scaling",)  # Granite
+CHOSEN = ("num_experts_per_tok", "top_k_experts")  # the second: Gemma 4
 # What `max_positions` is called in a config: rows past it would change each other's rotary
 # embeddings, which longrope chooses by the longest row of a forward.
 POSITIONS = "max_position_embeddings, with longrope original_max_position_embeddings"
@@ -116,6 +117,7 @@ class Scorer(nn.Module):
         reference: "Scorer | None" = None,
         ref_states: Tensor | None = None,
         pack: bool = False,
+        balance: bool = False,
     ) -> Scores:
         """Return log p(token t | tokens < t) at temperature-scaled logits.
 
@@ -123,13 +125,14 @@ class Scorer(nn.Module):
         (default: every attended token), temperature a number or [B], group_id [B] equal for rows
         of one prompt. The first attended token has 0. `entropy` has a gradient only with
         `learn_entropy`. `reference` adds the exact KL, from `ref_states` if given: its `states`.
-        `pack` puts several rows into one.
+        `pack` puts several rows into one. `balance` adds the imbalance of the experts; ValueError
+        for a model without routers.
         """
         keep = predicted(attention_mask, keep)
         if not keep.any():
-            return self._zeros(tokens, entropy, reference is not None)
-        layout = self._layout(tokens, attention_mask, keep, group_id, pack)
-        hidden, ref_dist = self.hidden(layout), None  # [K, H]
+            return self._zeros(tokens, entropy, reference is not None, balance)
+        layout, ref_dist = self._layout(tokens, attention_mask, keep, group_id, pack), None
+        hidden, routers = self._run(layout, routers=balance)  # [K, H], [K, E] of each router
         dist = self.distribution(hidden, keep, temperature)
         value = self.critic(layout, hidden) if self.critic is not None else None  # [K]
         if reference is not None:
@@ -139,7 +142,11 @@ class Scorer(nn.Module):
                 states = reference.hidden(layout) if ref_states is None else ref_states[keep]
                 ref_dist = reference.distribution(states, keep, temperature)
         scores = dist.scores(tokens, entropy=entropy, learn=learn_entropy, reference=ref_dist)
-        return scores if value is None else replace(scores, values=placed(value, keep))
+        if value is not None:
+            scores = replace(scores, values=placed(value, keep))
+        if balance:
+            scores = replace(scores, imbalance=placed(self._imbalance(routers, keep), keep))
+        return scores
 
     def distribution(
         self, states: Tensor, keep: Tensor, temperature: Tensor | float
@@ -170,18 +177,36 @@ class Scorer(nn.Module):
 
     def hidden(self, layout: layouts.Layout) -> Tensor:
         """Return the states that predict the kept tokens, [K, H]."""
+        return self._run(layout)[0]
+
+    def _run(self, layout: layouts.Layout, *, routers: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """Return the states that predict the kept tokens, [K, H].
+
+        With `routers` also what each router computes for these tokens, [K, E].
+        """
         takes_trees = getattr(self.model.config, "_attn_implementation", None) == ATTENTION
         if takes_trees and layout.input_ids.device.type == "cpu":
             layout = layout.unpadded()
         with self.precision():
-            out = body_of(self.model)(
+            out: Any = body_of(self.model)(
                 input_ids=layout.input_ids,
                 attention_mask=layout.attention_mask,
                 position_ids=layout.position_ids,
                 use_cache=False,
                 **({"trees": layout.trees, "grid": layout.grid} if takes_trees else {}),
-            ).last_hidden_state  # [R, L, H]
-        return out.flatten(0, 1)[layout.source]
+                **({"output_router_logits": True} if routers else {}),
+            )
+        each = getattr(out, "router_logits", None) if routers else None  # [R * L, E] or [R, L, E]
+        states = out.last_hidden_state.flatten(0, 1)[layout.source]  # [K, H]
+        return states, [x.flatten(0, -2)[layout.source] for x in each or ()]
+
+    def _imbalance(self, routers: list[Tensor], keep: Tensor) -> Tensor:
+        chosen = _first(text_config(self.model), CHOSEN)
+        if not routers or chosen is None:
+            name = type(self.model).__name__
+            text = "algorithm.router_coeff is for mixtures of experts that return router logits"
+            raise ValueError(f"{text}, got {name}; set it to 0")
+        return imbalance(routers, keep, chosen=int(chosen))
 
     def head(self) -> Head:
         """Return the function from hidden states to logits."""
@@ -220,12 +245,13 @@ class Scorer(nn.Module):
             remedy = "use pad_model_input=True or algorithm.packing=false"
             raise ValueError(f"{name} cannot score packed sequences; {remedy}")
 
-    def _zeros(self, tokens: Tensor, entropy: bool, full: bool) -> Scores:
+    def _zeros(self, tokens: Tensor, entropy: bool, full: bool, balance: bool) -> Scores:
         """Return zeros that give each parameter a gradient of 0: DDP needs one on every rank."""
         anchor = sum(p.flatten()[0].float() * 0 for p in self.parameters() if p.requires_grad)
         zeros = torch.zeros(tokens.shape, device=tokens.device) + anchor
         entropies, values = zeros.detach() if entropy else None, zeros if self.critic else None
-        return Scores(zeros, entropies, zeros if full else None, values)
+        full_kl, term = zeros if full else None, zeros if balance else None
+        return Scores(zeros, entropies, full_kl, values, term)
 
 
 def text_config(model: nn.Module) -> Any:
@@ -238,6 +264,36 @@ def _first(config: Any, names: Sequence[str]) -> float | None:
     """Return the first of these numbers that a config has."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int | float)), None)
+
+
+def imbalance(routers: Sequence[Tensor], keep: Tensor, *, chosen: int) -> Tensor:
+    """Return the load-balancing loss of each kept token, [K]; balanced experts have 1.
+
+    routers: outputs [K, E] of each one for the states that predict the kept tokens, of which a
+    state goes to `chosen` experts. A token has the mean over routers of sum_e f[e] p[e], where
+    f[e] = E / chosen * share of the tokens of its row with e among their `chosen` largest logits.
+    p is the softmax. f has no gradient.
+    Source: DeepSeek-V3, arXiv 2412.19437 eq. 17 to 20, with p of Switch, arXiv 2101.03961 eq. 6.
+    """
+    row, terms = keep.nonzero()[:, 0], []  # [K]
+    for outputs in routers:
+        probs = _probabilities(outputs)  # [K, E]
+        best = outputs.topk(chosen, -1).indices  # [K, chosen]
+        picked = torch.zeros_like(probs).scatter_(1, best, 1.0)  # [K, E]
+        count = probs.new_zeros(len(keep), probs.shape[-1]).index_add_(0, row, picked)  # [B, E]
+        load = count * probs.shape[-1] / (chosen * keep.sum(-1, keepdim=True).clamp(min=1))
+        terms.append((load[row] * probs).sum(-1))  # [K]
+    return torch.stack(terms).mean(0)
+
+
+def _probabilities(outputs: Tensor) -> Tensor:
+    """Return the probabilities of experts, [K, E], from the logits of a router.
+
+    Gemma 4's routers, and those of transformers 5.0, return probabilities under that name.
+    """
+    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    done = ((wide >= 0) & ((wide.sum(-1, keepdim=True) - 1).abs() < 1e-3)).all()
+    return torch.where(done, wide, wide.softmax(-1))  # without a wait for the device
 
 
 def body_of(model: Any) -> nn.Module:

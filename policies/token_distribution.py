@@ -32,6 +32,7 @@ class Scores:
     entropy: Tensor | None = None  # nats, of the tempered distribution
     full_kl: Tensor | None = None  # nats, KL(policy || reference), over the whole distribution
     values: Tensor | None = None  # reward, V(tokens < t) of the critic
+    imbalance: Tensor | None = None  # of the experts, see `imbalance` in policies/scorer.py
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from test_metrics import (
 )
 from test_models import has_the_layers_of_transformers
 from test_models_table import computes_as_transformers
+from test_routers import is_that_of_the_loop
 from test_update import kept_states_give_the_kl_of_a_pass
 
 from trainer.kl_control import ConstantKLController
@@ -267,6 +268,9 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
     "the generator over the trainer": lambda f: (
         lambda log_ratio, *given, **more: f(-log_ratio, *given, **more)
     ),
+    "experts balanced over all rows": lambda f: (
+        lambda routers, keep, **more: f(routers, keep.flatten()[None], **more)
+    ),
     "a head without its factor": lambda f: lambda head, hidden: hidden,
     "updates in train mode": lambda f: torch.nn.Module.train,
     "global generator": lambda f: (
@@ -368,6 +372,7 @@ ROWS: list[tuple[str, Callable, str]] = [
         the_bonus_is_that_of_a_plain_softmax,
         f"{DIST}:TokenDistribution.scores",
     ),
+    ("experts balanced over all rows", is_that_of_the_loop, "policies.scorer:imbalance"),
     ("the generator over the trainer", CORRECTED, "trainer.importance_sampling:correction"),
     ("global generator", contracts.same_seed, "policies.sampler:uniforms"),
     ("any code may be named", rooms.targets, "conf.check:_targets"),

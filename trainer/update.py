@@ -43,8 +43,9 @@ class Update:
     `leash` is the one of the run: if its coefficient is above 0, either the batch or the objective
     must have charged its KL. The rate of a parameter group is multiplied by its "scale" and is 0
     before iteration "since".
-    `entropy_*` configure `EntropyBonus`. If the kl/behaviour_k3 of a minibatch, over all ranks, is
-    above `target_kl` (nats per token), the iteration ends without this optimiser step.
+    `entropy_*` configure `EntropyBonus`; `router_coeff` weighs the load-balancing loss of a mixture
+    of experts. If the kl/behaviour_k3 of a minibatch, over all ranks, is above `target_kl` (nats
+    per token), the iteration ends without this optimiser step.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Update:
         reference: Scorer | None = None,
         entropy_coeff: float = 0.0,
         entropy_target: float | None = None,
+        router_coeff: float = 0.0,
         target_kl: float | None = None,
         packing: bool = False,
     ) -> None:
@@ -78,7 +80,11 @@ class Update:
         self.leash, self.in_reward = leash, False
         self.reference = reference if leash.needs_reference else None
         self.entropy = EntropyBonus(entropy_coeff, target=entropy_target)
-        self.target_kl, self.packing = target_kl, packing
+        self.router_coeff, self.target_kl, self.packing = router_coeff, target_kl, packing
+        if router_coeff:
+            ids = torch.zeros(1, 2, dtype=torch.int64, device=runtime.device)
+            with torch.no_grad():
+                scorer(ids, ids == 0, balance=True)  # refuses a model without routers
         self.step = 0
         self.skipped = 0
 
@@ -175,10 +181,13 @@ class Update:
                 reference=self.reference,
                 ref_states=batch.get("ref_states", None),
                 pack=self.packing,
+                balance=self.router_coeff > 0,
             )
             terms = self.objective(scores, batch)  # [B, T] each
             check_charged(self.leash, in_reward=self.in_reward, in_loss="kl" in terms.loss)
             weight, loss = batch.get("weight"), terms.loss | self.entropy(scores)
+            if self.router_coeff:
+                loss["router"] = self.router_coeff * scores.imbalance
             losses = {name: (weight * term).sum() for name, term in loss.items()}  # scalars
             # DDP averages over ranks; weight is already global.
             accelerator.backward(sum(losses.values()) * self.runtime.ranks)
