@@ -4,7 +4,6 @@ preflight=true trains nothing; mode=chat, evaluate, export, frontier use resume=
 The parent process checks the configuration, starts one process per rank and imports no torch.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -33,16 +32,11 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
     from policies.cache import sha256_of_inputs
     from policies.load import resolve_autocast
     from trainer.modes import run_mode
-    from trainer.runs.failures import Refused
     from trainer.runs.versions import about_machine
 
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    algorithm = cfg.algorithm
-    steps = cfg.trainer.num_iterations * algorithm.epochs * algorithm.minibatches
-    try:
-        parts = plan(config)
-    except ValueError as error:
-        raise Refused(str(error)) from error
+    steps = cfg.trainer.num_iterations * cfg.algorithm.epochs * cfg.algorithm.minibatches
+    parts = plan(config)
     with parts.runtime(folder=folder, seed=cfg.seed) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
         task = build.make_task(config["env"])
@@ -133,20 +127,6 @@ def worker(folder: str, resume: str | None = None) -> int:
     return int(alone and cfg.preflight and value > 0)  # value: the number of problems
 
 
-def check() -> int:
-    """Plan the runs whose configurations stdin has, as JSON; print the first fault."""
-    from conf.plan import plan
-    from trainer.runs.failures import REFUSED, headline
-
-    for config in json.load(sys.stdin):
-        try:
-            plan(config)
-        except Exception as error:  # importing a user's module may raise anything
-            print(headline(error))
-            return REFUSED
-    return 0
-
-
 def main() -> int:
     """Run the command line of `python train.py` or `leash`; return the exit code."""
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
@@ -158,7 +138,9 @@ def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
         return worker(*sys.argv[2:])
     if sys.argv[1:2] == ["--check"]:
-        return check()
+        from conf.plan import check
+
+        return check(sys.stdin)
     from conf.cli import cli  # a worker does not need it
 
     return cli()

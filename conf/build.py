@@ -147,8 +147,10 @@ def make_leash(config: Section) -> Any:
     """Build the leash, which charges the KL, from `kl.*`; imports torch."""
     kl = config["kl"]
     controller = make_controller(kl, **facts_of(config))
-    options = {name: kl[name] for name in ("estimator", "where", "allow_biased")}
-    return build({"_target_": "trainer.Leash", **options}, controller=controller)
+    estimator = kl["estimator"]
+    options = {name: kl[name] for name in ("where", "allow_biased")}
+    options["estimator"] = build(estimator) if isinstance(estimator, Mapping) else estimator
+    return build({"_target_": "trainer.Leash"}, controller=controller, **options)
 
 
 def make_source(cfg: DictConfig, part: Callable[..., Any], **objects: Any) -> Any:

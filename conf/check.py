@@ -150,7 +150,8 @@ def _no_replies(cfg: Config) -> Iterator[str]:
     none = {"coeff": 0, "measure": False, "controller": "constant"}
     if wrong := [key for key in none if kl[key] != none[key]]:
         instead = " ".join(f"kl.{key}={schema.word(none[key])}" for key in wrong)
-        yield f"{text} to charge a KL on; give {instead}, or take sft_own, sft_tiny or rm_tiny"
+        others = ", or take sft_own, sft_tiny or rm_tiny" if len(wrong) > 1 else ""
+        yield f"{text} to charge a KL on; give {instead}{others}"
     for key in ("target_kl", "entropy_coeff", "entropy_target", "after_rollout"):
         if algorithm[key]:
             yield f"{text}, which algorithm.{key} is for; leave it out"

@@ -4,9 +4,11 @@ A part is a class or function that a `_target_` names. It gets the keys of its n
 the keys of the sections that `plan` lists for it, as far as they are its arguments. Imports torch.
 """
 
+import difflib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -22,6 +24,7 @@ from conf.build import (
 )
 from conf.check import walk
 from conf.schema import FOLDER, all_keys, changed, word
+from trainer.runs.failures import REFUSED, Refused, headline
 from trainer.surrogates import SURROGATES, find_surrogate
 
 SECTIONS = ("algorithm", "trainer", "optimizer", "kl", "env", "policy")  # nothing here is ignored
@@ -115,9 +118,30 @@ class Plan:
 def plan(config: Section) -> Plan:
     """Return the parts of a resolved configuration; no model is loaded.
 
-    ValueError for a key that no part takes. Modes other than training do not check that: they
-    leave parts out.
+    `Refused`, a ValueError, for a key that no part takes. Modes other than training do not check
+    that: they leave parts out.
     """
+    try:
+        return _plan(config)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def check(file: TextIO) -> int:
+    """Plan the runs whose configurations a JSON file has; print the first fault.
+
+    Return the exit code.
+    """
+    for config in json.load(file):
+        try:
+            plan(config)
+        except Exception as error:  # importing a user's module may raise anything
+            print(headline(error))
+            return REFUSED
+    return 0
+
+
+def _plan(config: Section) -> Plan:
     keys = Keys(config)
     algorithm, engine = config["algorithm"], config["policy"]["engine"]
     critic = algorithm.get("critic")
@@ -148,6 +172,8 @@ def plan(config: Section) -> Plan:
         for name, value in keys.untaken():
             _, key = all_keys().get(name, ("", None))
             remedy = f"set {name}={word(key.default)}" if key else "leave it out"
+            near = difflib.get_close_matches(name, keys.taken, 1)
+            remedy = f"did you mean {near[0]}?" if near and key is None else remedy
             text = f"no part of this run takes it{_takers(name)}; {remedy}"
             raise ValueError(f"{name}={word(value)}: {text}")
     return parts

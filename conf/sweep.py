@@ -110,6 +110,8 @@ def read_job(
 ) -> dict[str, Any]:
     """Return the checked configuration of a run or of a job of a sweep."""
     cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+    if in_sweep and cfg.preflight:
+        raise ValueError("preflight=true checks one run; leave -m out")
     if cfg.preflight or cfg.mode != "train":
         return configure(cfg, words)
     if in_sweep and cfg.output_dir:

@@ -11,7 +11,7 @@ from runs import SMALL, metrics, train
 
 from conf.compose import compose_checked
 from conf.plan import plan
-from conf.schema import FOLDER, Key, leaves, part_of
+from conf.schema import FOLDER, Key, leaves, part_of, word
 from trainer.advantage import GroupAdvantage
 from trainer.demonstrations import Demonstrations
 from trainer.kl_control import KLControllerBase
@@ -74,7 +74,7 @@ def untaken(config: dict) -> set[str]:
             try:
                 plan(changed)
             except ValueError as error:
-                assert str(error).startswith(f"{name}={value}: no part")  # noqa: PT017
+                assert str(error).startswith(f"{name}={word(value)}: no part")  # noqa: PT017
                 out.add(name)
     return out
 

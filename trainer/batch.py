@@ -83,6 +83,8 @@ ADVANTAGE_WRITES = reads("reward", "reward_kl")  # by `Leash.charge_reward`
 
 def check_written(batch: TensorDictBase, keys: Iterable[NestedKey], part: Any) -> None:
     """Raise ValueError for a key that a part has not written to the batch, or in another shape."""
+    if batch is None:
+        raise ValueError(f"expected {type(part).__name__} to return the batch, got None")
     for key in keys:
         value, mask = batch.get(key, None), batch.get("loss_mask", None)
         kind, about = KEYS[key]

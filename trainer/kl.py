@@ -83,9 +83,11 @@ class Leash:
         ref = batch.get(("ref_log_probs", "full"), None)  # [B, T]
         if ref is None:
             raise ValueError("kl.where=loss needs ref_log_probs.full, got none; use RetrieveKL")
-        return {
-            "kl": self.coeff * self._estimator.term(TokenKL(curr - ref, curr, gen, scores.full_kl))
-        }
+        kl = self._estimator.term(TokenKL(curr - ref, curr, gen, scores.full_kl))  # [B, T]
+        if kl.shape != curr.shape or kl.requires_grad != curr.requires_grad:
+            text = f"expected the term of kl.estimator to be {[*curr.shape]} with a gradient"
+            raise ValueError(f"{text}, got {[*kl.shape]}, requires_grad={kl.requires_grad}")
+        return {"kl": self.coeff * kl}
 
     def follow(self, metrics: Mapping[str, float], *, replies: int) -> None:
         """Update the coefficient from the KL of an iteration.

@@ -135,9 +135,9 @@ class Trainer:
 
     def _advantage(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the batch with what update and metrics read of the advantage."""
-        batch = self.advantage(batch)
-        learnt = [key for key in LEARNT if key in self.update.objective.reads]
         judged = ADVANTAGE_WRITES if "reward_raw" in batch else ()
+        learnt = [key for key in LEARNT if key in self.update.objective.reads]
+        batch = self.advantage(batch)
         check_written(batch, [*learnt, *judged], self.advantage)
         return batch
 

@@ -21,8 +21,8 @@ class Mirror(JsonlTracker):
 
     A subclass names its package in `word`, has its options, sets `hint` (how to view the run,
     printed at the end) and overrides some of `_start`, `_log`, `_show`, `_alert` and `_stop`.
-    `about`: description to send, without secrets and overlong names; `names` override those of
-    `names_of`. `first`: the first iteration to log, None in a new run.
+    `about`: description to send, without secrets and overlong names; name, group and tags override
+    those of `names_of`. `first`: the first iteration to log, None in a new run.
     """
 
     word = ""
@@ -34,12 +34,15 @@ class Mirror(JsonlTracker):
         config: Mapping[str, Any] | None = None,
         resume: bool = False,
         keep_transcripts: bool = True,
-        **names: Any,
+        name: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] | None = None,
     ) -> None:
         super().__init__(folder, resume=resume, keep_transcripts=keep_transcripts)
         self.hint, self.first = "", None
-        custom = {key: value for key, value in names.items() if value is not None}
-        names = names_of(self.folder, config or {}) | custom
+        custom = {"name": name, "group": group, "tags": tags}
+        names = names_of(self.folder, config or {})
+        names |= {key: value for key, value in custom.items() if value is not None}
         self.about: dict[str, Any] = {
             "name": redact_text(names["name"])[:128],
             "group": names["group"] and redact_text(names["group"])[:128],
