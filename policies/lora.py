@@ -11,21 +11,28 @@ weights) and of routers that are no linear layers; dropout, quantised weights, i
 """
 
 import copy
+import inspect
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from policies import products
+from policies.layers import is_close
 from policies.models import quiet
 from policies.optional_packages import EXTRAS
 from policies.scorer import Scorer
 
 TRAINED = "default"  # peft's name for an unnamed adapter
 WEIGHTS = "adapter_model.safetensors"
+LINEAR = (nn.Linear, products.Linear, Conv1D)
 # In a model with experts peft takes these names of linear layers for experts in transformers 4, and
 # leaves shared experts and dense layers without an adapter; the weights themselves it adapts.
 RENAMED = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
@@ -53,27 +60,27 @@ def add_adapter(
     if dropout:
         raise ValueError(f"expected policy.lora.dropout=0, got {dropout}: it changes log-probs")
     linear, experts = _linear_layers(model), _experts(model)
-    reached = {name for name, layer in linear.items() if layer.weight.requires_grad}
-    names = sorted({name.rpartition(".")[2] for name in (*reached, *experts)})
+    names = sorted({_last(name) for name in (*linear, *experts)})
     unknown = sorted(set(target_modules or ()) - set(names))
     if unknown:
         raise ValueError(f"expected policy.lora.target_modules among {names}, got {unknown}")
     wanted = set(target_modules or names)
-    targets = sorted({name.rpartition(".")[2] for name in reached} & wanted)
-    if len(reached) < len(linear):  # layers of the same name are in a tower of images
-        targets = sorted(name for name in reached if name.rpartition(".")[2] in wanted)
-    parameters = sorted(name for name in experts if name.rpartition(".")[2] in wanted)
+    layers = {name for name in linear if _last(name) in wanted}
+    parameters = [name for name in experts if _last(name) in wanted]
     if experts:
-        renamed = {name for name in reached if name.rpartition(".")[2] in wanted & RENAMED}
-        targets = sorted(set(targets) - RENAMED - renamed)
-        parameters += sorted(f"{name}.weight" for name in renamed)
+        renamed = {name for name in layers if _last(name) in RENAMED}
+        layers -= renamed
+        parameters += [f"{name}.weight" for name in renamed]
+    targets = {_last(name) for name in layers}
+    if any(_last(name) in targets for name, _ in model.named_modules() if name not in layers):
+        targets = layers  # in a tower of images, say
     config = LoraConfig(
         r=r,
         lora_alpha=alpha,
-        target_modules=targets,
-        target_parameters=parameters or None,
+        target_modules=sorted(targets),
+        target_parameters=sorted(parameters) or None,
         lora_dropout=0.0,
-        fan_in_fan_out=any(type(layer).__name__ == "Conv1D" for layer in linear.values()),
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in linear.values()),
         task_type="CAUSAL_LM",
     )
     sizes = _matrices(model)
@@ -85,14 +92,40 @@ def add_adapter(
     return sum(size for name, size in sizes.items() if name not in adapted) / sum(sizes.values())
 
 
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 def _linear_layers(model: Any) -> dict[str, Any]:
-    """Return the linear layers by name, without the output head; GPT-2 names them Conv1D."""
+    """Return the trained linear layers by name, without the output head; GPT-2 names them Conv1D.
+
+    A layer whose weight the model reads itself, as Mamba's fused kernels do, is left out: an adapter
+    acts in the layer's forward only.
+    """
     head = model.get_output_embeddings()
     return {
         name: layer
         for name, layer in model.named_modules()
-        if (isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D") and layer is not head
+        if isinstance(layer, LINEAR)
+        and layer is not head
+        and layer.weight.requires_grad
+        and (type(layer) in LINEAR or _multiplies(layer))
+        and not re.search(rf"self\.{_last(name)}\.weight(?!\.dtype|\.shape|\[)", _code(model, name))
     }
+
+
+@torch.no_grad()
+def _multiplies(layer: Any) -> bool:
+    """Return whether a class derived from nn.Linear computes W x + b; routers also choose."""
+    x = torch.ones_like(layer.weight[:1])  # [1, in]
+    out = layer(x)
+    return isinstance(out, Tensor) and is_close(out, F.linear(x, layer.weight, layer.bias))
+
+
+def _code(model: nn.Module, name: str) -> str:
+    """Return the source of the file with the class that a layer is part of."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    return inspect.getsource(sys.modules[type(parent).__module__])
 
 
 def _experts(model: nn.Module) -> list[str]:
