@@ -83,12 +83,12 @@ def add_adapter(
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in linear.values()),
         task_type="CAUSAL_LM",
     )
-    sizes = _matrices(model)
+    sizes = {name: p.numel() for name, p in matrices(model).items()}
     inject_adapter_in_model(config, model, adapter_name=TRAINED)
     for weight in trained_weights(model).values():  # bfloat16 would lose small steps
         weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
     _check_merge(model)
-    adapted = {_adapted_name(name, layer) for name, layer in _layers(model).items()}
+    adapted = adapted_weights(model)
     return sum(size for name, size in sizes.items() if name not in adapted) / sum(sizes.values())
 
 
@@ -155,12 +155,12 @@ def _check_merge(model: Any) -> None:
                 )
 
 
-def _matrices(model: Any) -> dict[str, int]:
-    """Return the sizes of the trained matrices by name, without embeddings and output head."""
+def matrices(model: Any) -> dict[str, nn.Parameter]:
+    """Return the trained matrices of a model by name, without embeddings and output head."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     left_out = {id(p) for m in (*tables, model.get_output_embeddings()) for p in m.parameters()}
     return {
-        name: p.numel()
+        name: p
         for name, p in model.named_parameters()
         if p.requires_grad
         and p.ndim > 1
@@ -168,6 +168,11 @@ def _matrices(model: Any) -> dict[str, int]:
         and not name.endswith("bias")  # of experts: one row each
         and id(p) not in left_out
     }
+
+
+def adapted_weights(model: nn.Module) -> set[str]:
+    """Return the names of the weights that the adapter changes, as without it."""
+    return {_adapted_name(name, layer) for name, layer in _layers(model).items()}
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

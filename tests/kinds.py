@@ -4,8 +4,11 @@ Also a script for two ranks, see `runs.on_two_ranks`: its folder has models/<kin
 """
 
 import sys
+from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import sharded
 import torch
@@ -33,7 +36,7 @@ WORDS = (
     *sharded.REPLIES,
     "trainer.num_iterations=2",
     "checkpoint.every=2",
-    "eval.max_rows=2",
+    "eval.num_samples=0",
 )
 
 
@@ -44,21 +47,29 @@ class Letters(Pairs):
         return len(set(reply.text)) / 10
 
 
+@cache
+def composed(trained: str, ranks: int, launch: str) -> dict[str, Any]:
+    ways = (f"launch={launch}", f"launch.num_processes={ranks}")
+    config = compose_checked([*WORDS, *TRAINED[trained], *ways])
+    config["env"] |= {"task": {"_target_": "kinds.Letters"}, "rewards": {}}
+    return config
+
+
 def run(model: Path, folder: Path, trained: str, *, ranks: int = 1, launch: str = "ddp") -> None:
     """Train in this process, which is one of the ranks, and write the run into a folder."""
     set_up()
     torch.set_num_threads(1)
-    ways = (f"launch={launch}", f"launch.num_processes={ranks}")
-    config = compose_checked([*WORDS, *TRAINED[trained], *ways, f"policy.model={model}"])
-    config["env"] |= {"task": {"_target_": "kinds.Letters"}, "rewards": {}}
-    script.train(OmegaConf.create(config), folder)
+    config = OmegaConf.create(composed(trained, ranks, launch))
+    config.policy.model = str(model)
+    with patch("conf.build.make_observers", sharded.only_metrics):
+        script.train(config, folder)
 
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     with Runtime(place) as both:
-        for kind, trained, launch in product(KINDS, TRAINED, LAUNCHES):
-            there = place / f"{kind}, {trained}, {launch}"
-            run(place / "models" / kind, there, trained, ranks=2, launch=launch)
+        for model, trained, launch in product((place / "models").iterdir(), TRAINED, LAUNCHES):
+            there = place / f"{model.name}, {trained}, {launch}"
+            run(model, there, trained, ranks=2, launch=launch)
         both.accelerator.wait_for_everyone()
         both.accelerator.end_training()

@@ -1,12 +1,13 @@
 """What leash computes for each family of models, against transformers alone.
 
-    PYTHONPATH=. python tests/models_table.py        # writes docs/models.md
+    PYTHONPATH=. python tests/models_table.py        # writes docs/models.md; asks .venv-vllm
 
 Each family of tests/families.yaml gets a tiny checkpoint of random weights. The log-probs of
 sampler and scorer, and the gradient, are compared with a plain float32 forward of each row alone.
 """
 
 import re
+import subprocess
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,13 +16,17 @@ from typing import Any
 
 import torch
 import yaml
+from adapted import shake
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from policies import lora
+from policies.decoding import fits_graph
 from policies.load import load_policy, load_reference
 from policies.models import find_model, load_tokenizer, quiet
 from policies.padding import pad, pad_mask
 from policies.sampler import Stop, sample
+from trainer.checkpoint import save_model
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 INTRO = """\
@@ -37,7 +42,11 @@ the policy to itself is 0, in updates with gradient checkpointing too. "Exact to
 difference of log-probs.
 
 "Shared prompts": a group computes its prompt once. "Packing": `algorithm.packing=true` works; it \
-is refused for the others.
+is refused for the others. "LoRA": the adapter is on every matrix but embeddings, output head and \
+those named here; "experts": on the matrices of the experts too. It was moved, saved and merged, and \
+transformers alone computes the same with it. "CUDA graphs": sampling on a GPU uses them. "In \
+vLLM": vLLM {version} lists the architecture, which says nothing about its log-probs: leash compares \
+them at the start of a run.
 
 Every model is checked at load, so a family that is not listed either trains exactly or ends with \
 one line: its scores of a row, and its logits token by token with other rows beside it, must be \
@@ -46,6 +55,7 @@ frozen. leash's norms, MLPs and attention replace those of a model only if the m
 same with them; `policy.kernels=false` switches them off.
 
 """
+COLUMNS = ("shared prompts", "packing", "LoRA", "CUDA graphs", "in vLLM")
 TEMPERATURE = 0.8
 PROMPTS = (5, 9, 3)  # lengths; each prompt has four responses
 
@@ -65,6 +75,17 @@ class Measured:
     shares: bool  # whether a group computes its prompt once
     trains: set[str]  # names of the weights
     reached: set[str]  # names of the weights that have a gradient
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What LoRA does to a model."""
+
+    merged: float  # largest distance of log-probs to the merged model in transformers, in nats
+    moved: float  # the same to the model without adapter
+    unreached: list[str]  # weights of the adapter without a gradient
+    bare: set[str]  # last names of the matrices without an adapter
+    experts: bool  # whether experts have one
 
 
 @cache
@@ -138,6 +159,29 @@ def measure(folder: Path) -> Measured:
     return Measured(**found, shares=scorer.share_prompts, trains=trains, reached=set(theirs))
 
 
+def adapt(folder: Path, trained: Path) -> Adapted:
+    """Move an adapter on a checkpoint, save it into a folder, and load that by transformers."""
+    options: dict[str, Any] = {"max_new_tokens": 10, "max_prompt_tokens": 10}
+    policy, plain = load_policy(str(folder), lora={"r": 2}, **options), load_policy(str(folder))
+    bare = lora.matrices(plain.model).keys() - lora.adapted_weights(policy.model)
+    shake(policy, scale=0.1)
+    row = torch.arange(5, 20)
+    log_probs = score_alone(policy.model, row)
+    log_probs.sum().backward()
+    weights = lora.trained_weights(policy.model)
+    save_model(policy, trained)
+    with quiet(), torch.no_grad():
+        merged = score_alone(AutoModelForCausalLM.from_pretrained(trained).eval(), row)
+        before = score_alone(plain.model, row)
+    return Adapted(
+        merged=float((merged - log_probs).abs().max()),
+        moved=float((before - log_probs).abs().max()),
+        unreached=[name for name, p in weights.items() if p.grad is None],
+        bare={name.removesuffix(".weight").rpartition(".")[2] for name in bare},
+        experts=any(plain.model.get_parameter(n).ndim == 3 for n in lora.adapted_weights(policy.model)),
+    )
+
+
 def draw(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Return rows of prompt and response, and the sampler's log-probs of the responses."""
     generator = torch.Generator().manual_seed(0)
@@ -173,23 +217,49 @@ def gradient(model: nn.Module, log_probs: list[Tensor]) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def in_vllm() -> tuple[str, ...]:
+    """Return vLLM's version and the architectures that it lists; `make test-vllm` installs it."""
+    code = (
+        "import vllm; from vllm.model_executor.models import ModelRegistry as registry; "
+        "print(vllm.__version__, *registry.get_supported_archs())"
+    )
+    words = [PAGE.parents[1] / ".venv-vllm" / "bin" / "python", "-c", code]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    return tuple(said.splitlines()[-1].split())
+
+
+def cells(checkpoint: Path, listed: tuple[str, ...]) -> list[str]:
+    """Return the line of a family, from "exact to" to the last before the notes."""
+    measured, adapted = measure(checkpoint), adapt(checkpoint, checkpoint / "trained")
+    logs = measured.sample, measured.right, measured.left, measured.grouped
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    bare = f", not {', '.join(sorted(adapted.bare))}" if adapted.bare else ""
+    return [
+        f"{max(logs):.0e}",
+        "yes" if measured.shares else "",
+        "" if measured.packed is None else "yes",
+        ("experts" if adapted.experts else "yes") + bare,
+        "yes" if fits_graph(model) else "",
+        "yes" if type(model).__name__ in listed else "",
+    ]
+
+
 def write_page() -> None:
     """Measure every family and write the page."""
-    lines = ["| family | exact to | shared prompts | packing | notes |", "|---|---|---|---|---|"]
+    version, *architectures = in_vllm()
+    names = "family", "exact to", *COLUMNS, "notes"
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for family, settings in families().items():
         note = settings.get("note", "")
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder, quiet():
             checkpoint = write_checkpoint(family, Path(folder))
             if "refused" in settings:
-                cells = ["refused", "", "", note]
+                line = ["refused", *[""] * len(COLUMNS)]
             else:
-                measured = measure(checkpoint)
-                logs = measured.sample, measured.right, measured.left, measured.grouped
-                packs = "" if measured.packed is None else "yes"
-                cells = [f"{max(logs):.0e}", "yes" if measured.shares else "", packs, note]
-        lines.append(f"| {' | '.join([family, *cells])} |")
+                line = cells(checkpoint, tuple(architectures))
+        lines.append(f"| {' | '.join([family, *line, note])} |")
         print(lines[-1])
-    PAGE.write_text(INTRO + "\n".join(lines) + "\n")
+    PAGE.write_text(INTRO.replace("{version}", version) + "\n".join(lines) + "\n")
 
 
 def listed() -> list[str]:
