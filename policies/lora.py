@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,13 @@ def _last(name: str) -> str:
 def _linear_layers(model: Any) -> dict[str, Any]:
     """Return the trained linear layers by name, without the output head; GPT-2 names them Conv1D.
 
-    A layer whose weight the model reads itself, as Mamba's fused kernels do, is left out: an adapter
-    acts in the layer's forward only.
+    A layer whose weight the model reads itself, as Mamba's fused kernels do, is left out: an
+    adapter acts in the layer's forward only.
     """
+
+    def code(name: str) -> str:
+        return _source(type(model.get_submodule(name.rpartition(".")[0])).__module__)
+
     head = model.get_output_embeddings()
     return {
         name: layer
@@ -110,7 +115,7 @@ def _linear_layers(model: Any) -> dict[str, Any]:
         and layer is not head
         and layer.weight.requires_grad
         and (type(layer) in LINEAR or _multiplies(layer))
-        and not re.search(rf"self\.{_last(name)}\.weight(?!\.dtype|\.shape|\[)", _code(model, name))
+        and not re.search(rf"self\.{_last(name)}\.weight(?!\.dtype|\.shape|\[)", code(name))
     }
 
 
@@ -122,10 +127,9 @@ def _multiplies(layer: Any) -> bool:
     return isinstance(out, Tensor) and is_close(out, F.linear(x, layer.weight, layer.bias))
 
 
-def _code(model: nn.Module, name: str) -> str:
-    """Return the source of the file with the class that a layer is part of."""
-    parent = model.get_submodule(name.rpartition(".")[0])
-    return inspect.getsource(sys.modules[type(parent).__module__])
+@cache
+def _source(module: str) -> str:
+    return inspect.getsource(sys.modules[module])
 
 
 def _experts(model: nn.Module) -> list[str]:

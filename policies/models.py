@@ -43,7 +43,7 @@ class ModelFiles:
     origin: Origin
     sha256: str
     frozen: int = 0  # weights that a text never reaches
-    without_adapter: float = 0.0  # share of the weights in matrices, see `policies.lora.add_adapter`
+    without_adapter: float = 0.0  # share of weights, see `lora.add_adapter`
 
     def about(self) -> dict[str, str | int | float]:
         """Return the model's entry in status.json."""
