@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import yaml
 from adapted import shake
+from kinds import KINDS
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -48,10 +49,8 @@ transformers alone computes the same with it. "CUDA graphs": sampling on a GPU u
 vLLM": vLLM {version} lists the architecture, which says nothing of its log-probs: leash compares \
 them at the start of a run.
 
-One family each of the kinds dense (qwen3), sliding window (gemma3_text), experts (qwen3_moe), \
-hybrid (qwen3_5_text) and wrapper (gemma3) trained two iterations of GRPO, all weights and LoRA: \
-`kl/ref` was below 1e-6 at iteration 1, and two ranks by DDP and by FSDP2 trained the weights that \
-one rank did.
+One family of each kind, {kinds}, trained two iterations of GRPO, all weights and LoRA: `kl/ref` \
+was below 1e-6 at iteration 1, and two ranks by DDP and by FSDP2 trained the weights that one did.
 
 Every model is checked at load, so a family that is not listed either trains exactly or ends with \
 one line: its scores of a row, and its logits token by token with other rows beside it, must be \
@@ -265,7 +264,9 @@ def write_page() -> None:
                 line = cells(checkpoint, tuple(architectures))
         lines.append(f"| {' | '.join([family, *line, note])} |")
         print(lines[-1])
-    PAGE.write_text(INTRO.replace("{version}", version) + "\n".join(lines) + "\n")
+    kinds = ", ".join(f"{kind} ({family})" for kind, family in KINDS.items())
+    intro = INTRO.replace("{version}", version).replace("{kinds}", kinds)
+    PAGE.write_text(intro + "\n".join(lines) + "\n")
 
 
 def listed() -> list[str]:
