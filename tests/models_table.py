@@ -183,7 +183,7 @@ def adapt(folder: Path, trained: Path) -> Adapted:
         moved=float((before - log_probs).abs().max()),
         unreached=[name for name, p in weights.items() if p.grad is None],
         bare={n.removesuffix(".weight").rpartition(".")[2] for n in matrices.keys() - adapted},
-        experts=any(matrices[name].ndim == 3 for name in adapted),
+        experts=any(plain.model.get_parameter(name).ndim == 3 for name in adapted),
     )
 
 
