@@ -57,9 +57,9 @@ def load_policy(
         chat_template = with_variables(template, chat_template_kwargs)
     classes = {"attn_implementation": attn_implementation, "kernels": kernels}
     network = load_model(files, dtype=dtype, device=device, **classes)
-    frozen = check_model(network)
+    files = replace(files, frozen=check_model(network))
     if lora and lora.get("r") != 0:
-        adapters.add_adapter(network, **lora)
+        files = replace(files, without_adapter=adapters.add_adapter(network, **lora))
     if gradient_checkpointing:  # nothing is random in a layer: dropout is 0
         how = {"use_reentrant": False, "preserve_rng_state": False}
         # The second is the name that older versions of transformers have for it.
@@ -80,7 +80,7 @@ def load_policy(
     )
     if chat_template is not None:  # the saved model speaks the template it was trained with
         policy.tokenizer.chat_template = policy.renderer.template
-    policy.files, policy.source = replace(files, frozen=frozen), source
+    policy.files, policy.source = files, source
     policy.classes = classes
     policy.system_prompt = system_prompt
     return policy

@@ -1,29 +1,42 @@
 """LoRA: a low-rank adapter on the linear layers of a frozen model (Hu et al. 2021, 2106.09685).
 
 y = W x + alpha/r * B A x, where only A [r, in] and B [out, r] are trained, in float32. B starts at
-0: without the adapter the model is the one that training started from. peft inserts its layers
-into the model without changing its class, so scorer and sampler need no special case.
+0: without the adapter the model is the one that training started from. Experts, whose matrices are
+one parameter [experts, out, in], have an A and a B each. peft inserts its layers into the model
+without changing its class, so scorer and sampler need no special case.
 
-Left out on purpose: adapters of embeddings and of the output head (the scorer reads the head's
-weights), dropout, quantised weights.
-An adapter as policy.model is merged (`policies.models.merge_adapter`); a new one then starts at 0.
+Left out on purpose: adapters of embeddings, of the output head (the scorer reads the head's
+weights) and of routers that are no linear layers; dropout, quantised weights. An adapter as
+policy.model is merged (`policies.models.merge_adapter`); a new one then starts at 0.
 """
 
 import copy
+import inspect
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from policies import products
+from policies.layers import is_close
 from policies.models import quiet
 from policies.optional_packages import EXTRAS
 from policies.scorer import Scorer
 
 TRAINED = "default"  # peft's name for an unnamed adapter
 WEIGHTS = "adapter_model.safetensors"
+LINEAR = (nn.Linear, products.Linear, Conv1D)
+# In a model with experts peft takes these names of linear layers for experts in transformers 4, and
+# leaves shared experts and dense layers without an adapter; the weights themselves it adapts.
+RENAMED = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
 
 
 def add_adapter(
@@ -33,11 +46,13 @@ def add_adapter(
     alpha: float = 32.0,
     target_modules: Sequence[str] | None = None,
     dropout: float = 0.0,
-) -> None:
+) -> float:
     """Freeze a model and insert a trainable adapter of rank `r`.
 
-    target_modules: names of linear layers (q_proj, down_proj, ...); None: all but the output head.
-    Layers whose weights are frozen before get none: a text never reaches them.
+    Return the share of the weights in matrices, but embeddings and head, that have no adapter.
+    target_modules: names of linear layers (q_proj, down_proj, ...) and of expert parameters
+    (gate_up_proj); None: all but the output head. Weights that are frozen before get none: a text
+    never reaches them.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -45,36 +60,123 @@ def add_adapter(
         raise ImportError(EXTRAS["peft"]) from error
     if dropout:
         raise ValueError(f"expected policy.lora.dropout=0, got {dropout}: it changes log-probs")
-    linear = _linear_layers(model)
-    reached = {name for name, layer in linear.items() if layer.weight.requires_grad}
-    names = sorted({name.rpartition(".")[2] for name in reached})
+    linear, experts = _linear_layers(model), _experts(model)
+    names = sorted({_last(name) for name in (*linear, *experts)})
     unknown = sorted(set(target_modules or ()) - set(names))
     if unknown:
         raise ValueError(f"expected policy.lora.target_modules among {names}, got {unknown}")
-    targets = sorted(target_modules or names)
-    if len(reached) < len(linear):  # layers of the same name are in a tower of images
-        targets = sorted(name for name in reached if name.rpartition(".")[2] in targets)
+    wanted = set(target_modules or names)
+    layers = {name for name in linear if _last(name) in wanted}
+    parameters = [name for name in experts if _last(name) in wanted]
+    if experts:
+        renamed = {name for name in layers if _last(name) in RENAMED}
+        layers -= renamed
+        parameters += [f"{name}.weight" for name in renamed]
+    targets = {_last(name) for name in layers}
+    if any(_last(name) in targets for name, _ in model.named_modules() if name not in layers):
+        targets = layers  # in a tower of images, say
     config = LoraConfig(
         r=r,
         lora_alpha=alpha,
-        target_modules=targets,
+        target_modules=sorted(targets),
+        target_parameters=sorted(parameters) or None,
         lora_dropout=0.0,
-        fan_in_fan_out=any(type(layer).__name__ == "Conv1D" for layer in linear.values()),
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in linear.values()),
         task_type="CAUSAL_LM",
     )
+    sizes = {name: p.numel() for name, p in matrices(model).items()}
     inject_adapter_in_model(config, model, adapter_name=TRAINED)
     for weight in trained_weights(model).values():  # bfloat16 would lose small steps
         weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+    _check_merge(model)
+    adapted = adapted_weights(model)
+    return sum(size for name, size in sizes.items() if name not in adapted) / sum(sizes.values())
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _linear_layers(model: Any) -> dict[str, Any]:
-    """Return the linear layers by name, without the output head; GPT-2 names them Conv1D."""
+    """Return the trained linear layers by name, without the output head; GPT-2 names them Conv1D.
+
+    A layer whose weight the model reads itself, as Mamba's fused kernels do, is left out: an
+    adapter acts in the layer's forward only.
+    """
+
+    def code(name: str) -> str:
+        return _source(type(model.get_submodule(name.rpartition(".")[0])).__module__)
+
     head = model.get_output_embeddings()
     return {
         name: layer
         for name, layer in model.named_modules()
-        if (isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D") and layer is not head
+        if isinstance(layer, LINEAR)
+        and layer is not head
+        and layer.weight.requires_grad
+        and (type(layer) in LINEAR or _multiplies(layer))
+        and not re.search(rf"self\.{_last(name)}\.weight(?!\.dtype|\.shape|\[)", code(name))
     }
+
+
+@torch.no_grad()
+def _multiplies(layer: Any) -> bool:
+    """Return whether a class derived from nn.Linear computes W x + b; routers also choose."""
+    x = torch.ones_like(layer.weight[:1])  # [1, in]
+    out = layer(x)
+    return isinstance(out, Tensor) and is_close(out, F.linear(x, layer.weight, layer.bias))
+
+
+@cache
+def _source(module: str) -> str:
+    return inspect.getsource(sys.modules[module])
+
+
+def _experts(model: nn.Module) -> list[str]:
+    """Return the names of the trained parameters that hold a matrix for each expert."""
+    return [
+        f"{module_name}.{name}"
+        for module_name, module in model.named_modules()
+        for name, p in module.named_parameters(recurse=False)
+        if p.ndim == 3 and p.requires_grad and not isinstance(module, nn.Conv1d)
+    ]
+
+
+def _check_merge(model: Any) -> None:
+    """Raise ValueError if an adapter cannot be added to its weight; of equal layers try one."""
+    base, tried = base_weights(model), set()
+    for name, layer in _layers(model).items():
+        adapted = _adapted_name(name, layer)
+        kind = re.sub(r"\d+", "#", adapted)
+        if kind not in tried:
+            tried.add(kind)
+            got = tuple(layer.get_delta_weight(TRAINED).shape)
+            want = tuple(base[adapted].shape) if adapted in base else None
+            if got != want:
+                raise ValueError(
+                    f"{type(model).__name__}: LoRA cannot be merged into {adapted}: expected an "
+                    f"update of shape {want}, got {got}; leave it out of policy.lora.target_modules"
+                )
+
+
+def matrices(model: Any) -> dict[str, nn.Parameter]:
+    """Return the trained matrices of a model by name, without embeddings and output head."""
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    left_out = {id(p) for m in (*tables, model.get_output_embeddings()) for p in m.parameters()}
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad
+        and p.ndim > 1
+        and min(p.shape[-2:]) > 1
+        and not name.endswith("bias")  # of experts: one row each
+        and id(p) not in left_out
+    }
+
+
+def adapted_weights(model: nn.Module) -> set[str]:
+    """Return the names of the weights that the adapter changes, as without it."""
+    return {_adapted_name(name, layer) for name, layer in _layers(model).items()}
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
@@ -138,7 +240,17 @@ class AdapterScorer(Scorer):
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of the model under the adapter."""
     weights = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
-    return {name.replace(".base_layer.", "."): value for name, value in weights.items()}
+    return {_plain_name(name): value for name, value in weights.items()}
+
+
+def _plain_name(name: str) -> str:
+    """Return the name that a layer or weight has without an adapter."""
+    return re.sub(r"(\.base_layer)+(?=\.|$)", "", name)  # a layer for each parameter of experts
+
+
+def _adapted_name(name: str, layer: Any) -> str:
+    """Return the name of the weight that an adapter's layer changes."""
+    return f"{_plain_name(name)}.{getattr(layer, 'parameter_name', 'weight')}"
 
 
 @torch.no_grad()
@@ -146,8 +258,9 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict with W + alpha/r * B A for W; without an adapter, unchanged."""
     out = base_weights(model)
     for name, layer in _layers(model).items():
-        weight = out[f"{name}.weight"]
-        out[f"{name}.weight"] = (weight + layer.get_delta_weight(TRAINED)).to(weight.dtype)
+        adapted = _adapted_name(name, layer)
+        weight = out[adapted]
+        out[adapted] = (weight + layer.get_delta_weight(TRAINED)).to(weight.dtype)
     return out
 
 
@@ -161,6 +274,8 @@ def adapter_config(model: Any) -> Any:
     config = copy.deepcopy(model.peft_config[TRAINED])
     config.base_model_name_or_path, config.inference_mode = model.name_or_path, True
     config.target_modules = sorted(config.target_modules)  # a set has no fixed order
+    if config.target_parameters:
+        config.target_parameters = sorted(config.target_parameters)
     return config
 
 

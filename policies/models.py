@@ -48,11 +48,13 @@ class ModelFiles:
     origin: Origin
     sha256: str
     frozen: int = 0  # weights that a text never reaches
+    without_adapter: float = 0.0  # share of weights, see `lora.add_adapter`
 
-    def about(self) -> dict[str, str | int]:
+    def about(self) -> dict[str, str | int | float]:
         """Return the model's entry in status.json."""
-        frozen = {"frozen": self.frozen} if self.frozen else {}
-        return {"name": str(self.folder), "origin": self.origin, "sha256": self.sha256, **frozen}
+        counts = {"frozen": self.frozen, "without_adapter": self.without_adapter}
+        counts = {name: count for name, count in counts.items() if count}
+        return {"name": str(self.folder), "origin": self.origin, "sha256": self.sha256, **counts}
 
 
 def find_model(model: str, *, source: str = "auto") -> ModelFiles:

@@ -114,18 +114,19 @@ def make_vllm_generator(
     computes = policy.scorer.autocast or next(policy.scorer.parameters()).dtype
     weights, dtype = policy.files.folder, dtype or str(computes).removeprefix("torch.")
     adapter = adapter_config(policy.model) if has_adapter(policy.model) else None
+    alone = None if adapter is None or adapter.target_parameters else adapter  # experts: merged
     if url is None:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if policy.device.type == "cuda" and several and torch.distributed.get_world_size() > 1:
             raise ValueError(
                 "several ranks on GPUs need policy.engine.url: vLLM takes the first GPU"
             )
-        lora = lora_options(adapter, policy.model.config.architectures) if adapter else {}
+        lora = lora_options(alone, policy.model.config.architectures) if alone else {}
         loaded = load_engine(weights, dtype=dtype, **lora, **engine)
-        loaded.adapter = adapter if lora else None
+        loaded.adapter = alone if lora else None
     else:
         model = policy.model
-        loaded = VLLMServer(url, model, folder=weights, share=folder, dtype=dtype, adapter=adapter)
+        loaded = VLLMServer(url, model, folder=weights, share=folder, dtype=dtype, adapter=alone)
     if adapter is not None:
         loaded.about += f", the adapter {'merged' if loaded.adapter is None else 'alone'}"
     loaded.device = policy.device

@@ -269,6 +269,8 @@ def show_run(runtime: Any, total: int) -> Display:
     products = ", bfloat16 products" if "bfloat16" in run.status.get("products", "") else ""
     frozen = dig(run.status, "model", "frozen")  # towers of images and sound
     products += f", {frozen} weights frozen that a text never reaches" if frozen else ""
+    bare = dig(run.status, "model", "without_adapter")
+    products += f", LoRA leaves out {100 * bare:.2g}% of the weights in matrices" if bare else ""
     header: dict[str, str | Path] = {"model": f"{name} ({origin}, sha256 {sha[:12]}{products})"}
     if not (device := dig(run.status, "machine", "device") or "cpu").startswith("cpu"):
         header["device"] = device
