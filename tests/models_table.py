@@ -54,9 +54,10 @@ was below 1e-6 at iteration 1, and two ranks by DDP and by FSDP2 trained the wei
 
 Every model is checked at load, so a family that is not listed is compared too, or ends with one \
 line: its scores of a row, and its logits token by token with other rows beside it, must be those \
-of its own forward (to 1e-3 in float32; in half precision the check is coarse). Weights that a text never reaches (towers of images and sound) are \
-frozen. leash's norms, MLPs and attention replace those of a model only if the model computes the \
-same with them; `policy.kernels=false` switches them off.
+of its own forward (to 1e-3 in float32; in half precision the check is coarse). Weights that a \
+text never reaches (towers of images and sound) are frozen. leash's norms, MLPs and attention \
+replace those of a model only if the model computes the same with them; `policy.kernels=false` \
+switches them off.
 
 """
 COLUMNS = ("shared prompts", "packing", "LoRA", "CUDA graphs", "in vLLM")
