@@ -153,22 +153,22 @@ def load_table(dataset: str, *, split: str = "train") -> Table:
     ['question', 'answer']
     """
     try:
-        if is_file(dataset):
-            columns, packed = read_files(dataset)
-            small = sum(map(len, packed)) <= LARGE
-            rows = LazyRows(partial(_unpack, columns), packed)
-        else:
-            data = _load_datasets(dataset, split)
-            columns, small = data.column_names, data.data.nbytes <= LARGE
-            rows = LazyRows(data.__getitem__, range(len(data)))
-    except (OSError, EOFError, zlib.error, StopIteration) as error:
-        reason = " ".join(str(error.__cause__ or error).split()) or "no data"
+        table = _read_files(dataset) if is_file(dataset) else _load_datasets(dataset, split)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = " ".join(str(error).split()) or "no data"
         raise ValueError(
             f"{dataset}: cannot be read: {reason:.300}; set "
             f"env.dataset=<a file ({', '.join(KINDS)}), a folder or a hub id>"
         ) from None
-    if not rows:
+    if not table.rows:
         raise ValueError(f"{dataset}: expected at least one row, got an empty data set")
+    return table
+
+
+def _read_files(dataset: str) -> Table:
+    columns, packed = read_files(dataset)
+    rows = LazyRows(partial(_unpack, columns), packed)
+    small = sum(map(len, packed)) <= LARGE
     return Table(dataset, columns, list(rows) if small else rows)
 
 
@@ -176,7 +176,7 @@ def _unpack(columns: list[str], packed: bytes) -> dict[str, Any]:
     return dict.fromkeys(columns) | pickle.loads(packed)
 
 
-def _load_datasets(dataset: str, split: str) -> Any:
+def _load_datasets(dataset: str, split: str) -> Table:
     """Load a split of the hub or of a folder with `datasets`."""
     import datasets  # takes a second
     import huggingface_hub
@@ -186,11 +186,11 @@ def _load_datasets(dataset: str, split: str) -> Any:
         logger.set_verbosity(logging.CRITICAL)
     path = Path(dataset).expanduser()
     name, _, subset = dataset.partition(":")
-    cache = None
+    cache = None  # the default
     if path.is_dir():
         refuse_deep_rows(path.rglob("*"))
         name, subset = str(path), ""
-        # The cache of `datasets` goes by time and size of a file.
+        # In one place, `datasets` would give the old rows of a file with an old time.
         cache = Path(datasets.config.HF_DATASETS_CACHE) / "leash" / sha256_of_path(path)
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -198,7 +198,11 @@ def _load_datasets(dataset: str, split: str) -> Any:
             splits = saved if isinstance(saved, dict) else {"train": saved}
             if split not in splits:
                 raise ValueError(f"expected a split {' or '.join(splits)}, got {split!r}")
-            return splits[split]
-        return datasets.load_dataset(name, subset or None, split=split, cache_dir=cache)
-    except (ValueError, datasets.exceptions.DatasetsError) as error:
-        raise OSError(error) from error.__cause__
+            data = splits[split]
+        else:
+            data = datasets.load_dataset(name, subset or None, split=split, cache_dir=cache)
+    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
+        raise OSError(error.__cause__ or error) from None
+    small = data.data.nbytes <= LARGE
+    rows = data.to_list() if small else LazyRows(data.__getitem__, range(len(data)))
+    return Table(dataset, data.column_names, rows)

@@ -43,8 +43,10 @@ def read_files(dataset: str) -> tuple[list[str], list[bytes]]:
     columns, rows = dict[str, None](), list[bytes]()
     shown_at = time.monotonic() + QUIET
     for file in files or [path]:
+        if kind_of(file) not in KINDS:
+            raise ValueError(f"{file}: expected the extension {', '.join(KINDS)}, got {file.name}")
         refuse_deep_rows([file])
-        for place, row in _read_file(file):
+        for place, row in KINDS[kind_of(file)](file):
             if not isinstance(row, dict):
                 raise _fault(file, place, f"expected an object as row, got {row!r:.80}")
             columns.update(dict.fromkeys(row))
@@ -76,16 +78,8 @@ def refuse_deep_rows(files: Iterable[Path]) -> None:
                 for bracket in re.findall(rb"[\[{\]}]", bare):
                     depth += 1 if bracket in b"[{" else -1
                     if depth > DEEPEST:
-                        expected = (
-                            f"expected at most {DEEPEST} levels of lists and objects in a row"
-                        )
-                        raise _fault(file, f"line {number}", f"{expected}, got more")
-
-
-def _read_file(path: Path) -> Iterator[Row]:
-    if kind_of(path) not in KINDS:
-        raise ValueError(f"{path}: expected the extension {', '.join(KINDS)}, got {path.name}")
-    return KINDS[kind_of(path)](path)
+                        levels = f"at most {DEEPEST} levels of lists and objects in a row"
+                        raise _fault(file, f"line {number}", f"expected {levels}, got more")
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -98,17 +92,17 @@ def _read_json(path: Path) -> Iterator[Row]:
     first = list(islice(values, 2))
     if len(first) == 1:
         whole = first[0][1]
-        if isinstance(whole, dict):  # a list of messages makes it a row
-            lists = [value for value in whole.values() if _has_rows(value)]
-            whole = lists[0] if len(lists) == 1 else whole
+        if isinstance(whole, dict):
+            lists = [value for value in whole.values() if _are_objects(value)]
+            if len(lists) == 1 and "role" not in lists[0][0]:  # messages make it a row
+                whole = lists[0]
         if isinstance(whole, list):
             return ((f"row {index}", row) for index, row in enumerate(whole))
     return chain(first, values)
 
 
-def _has_rows(value: Any) -> bool:
-    rows = value if isinstance(value, list) else []
-    return bool(rows) and all(isinstance(row, dict) and "role" not in row for row in rows)
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(v, dict) for v in value)
 
 
 def _values(path: Path, line: int, text: str) -> Iterator[Row]:
@@ -122,12 +116,10 @@ def _values(path: Path, line: int, text: str) -> Iterator[Row]:
             if "\\ud" in text[start:end].lower():
                 json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
         except ValueError as error:
-            line += text.count("\n", start, getattr(error, "pos", start))
-            reason = getattr(error, "msg", error)
-            got = text[start:].rstrip()
-            raise _fault(
-                path, f"line {line}", f"expected JSON, got {got!r:.80} ({reason})"
-            ) from None
+            at = getattr(error, "pos", start)
+            got = f"got {text[at : at + 60]!r} ({getattr(error, 'msg', error)})"
+            line += text.count("\n", start, at)
+            raise _fault(path, f"line {line}", f"expected JSON, {got}") from None
         yield f"line {line}", value
         line += text.count("\n", start, end)
         start = _skip_blanks(text, end)
