@@ -91,13 +91,13 @@ def _read_json(path: Path) -> Iterator[Row]:
     values = _values(path, 1, "".join(line for _, line in _lines(path)))
     first = list(islice(values, 2))
     if len(first) == 1:
-        whole = first[0][1]
-        if isinstance(whole, dict):
-            lists = [value for value in whole.values() if _are_objects(value)]
+        document = first[0][1]
+        if isinstance(document, dict):
+            lists = [value for value in document.values() if _are_objects(value)]
             if len(lists) == 1 and "role" not in lists[0][0]:  # messages make it a row
-                whole = lists[0]
-        if isinstance(whole, list):
-            return ((f"row {index}", row) for index, row in enumerate(whole))
+                document = lists[0]
+        if isinstance(document, list):
+            return ((f"row {index}", row) for index, row in enumerate(document))
     return chain(first, values)
 
 
@@ -126,8 +126,8 @@ def _values(path: Path, line: int, text: str) -> Iterator[Row]:
 
 
 def _skip_blanks(text: str, start: int) -> int:
-    found = NOT_BLANK.search(text, start)
-    return found.start() if found else len(text)
+    match = NOT_BLANK.search(text, start)
+    return match.start() if match else len(text)
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
