@@ -190,7 +190,7 @@ def _load_datasets(dataset: str, split: str) -> Table:
     if path.is_dir():
         refuse_deep_rows(path.rglob("*"))
         name, subset = str(path), ""
-        # In one place, `datasets` would give the old rows of a file with an old time.
+        # `datasets` knows a file by its path and time: a cache for each content
         cache = Path(datasets.config.HF_DATASETS_CACHE) / "leash" / sha256_of_path(path)
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
