@@ -100,9 +100,8 @@ FLOORS := $(addprefix tests/test_, chat_env.py chat_template.py collect.py conta
 	data.py failures.py kl.py lora.py losses.py models.py \
 	rollout_from_model.py runtime.py scorer.py specification.py update.py)
 
-# The lowest version of datasets does not close a .csv that it has read, and Python warns of that.
 test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual environment of its own
-	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -W ignore::ResourceWarning -m "not runs and not gpu and not ray" $(FLOORS) $(ARGS)
+	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -m "not runs and not gpu and not ray" $(FLOORS) $(ARGS)
 
 .venv-floors/.ready: pyproject.toml constraints-floors.txt
 	test -x .venv-floors/bin/python || $(PYTHON) -m venv .venv-floors

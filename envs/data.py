@@ -1,33 +1,32 @@
 """Load data sets from files, folders and the hub into tables, and check their cells.
 
-A data set is a file (.parquet, .jsonl, .json or .csv; the last three also as .gz), a pattern for
-several files, a folder of files, or a hub id: "openai/gsm8k", or "openai/gsm8k:main" with a subset.
+A data set is a file (envs/data_files.py), a pattern with * for several files, a folder of files or
+of `datasets` (save_to_disk), or a hub id: "openai/gsm8k", or "openai/gsm8k:main" with a subset.
 An error names row, column, the expected and the actual value. Small data sets are lists; above
-`LARGE` bytes the rows stay on disk, in the cache of `datasets`. chat_rows.py turns rows into chats.
+`LARGE` bytes rows are made on access: those of files from memory, the others from the cache of
+`datasets`. chat_rows.py turns rows into chats.
 """
 
-import csv
-import gzip
 import json
 import logging
+import pickle
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from glob import glob
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from envs.data_files import KINDS, kind_of, read_files, refuse_deep_rows
+from policies.cache import sha256_of_path
 
 Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name or name; :subset is optional
-LARGE = 32 << 20  # bytes; larger data sets stay on disk
+LARGE = 32 << 20  # bytes; rows of larger data sets are made on access
 EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # of paths: my.data, x/y.txt
-DEEPEST = 100  # levels of lists and objects in a row, as in Parquet
-JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
-KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # loaders
 
 
 class LazyRows(Sequence[Any]):
@@ -59,7 +58,7 @@ def map_rows(make: Callable[[Any], Any], items: Sequence[Any]) -> Sequence[Any]:
 
 @dataclass(frozen=True)
 class Table:
-    """A data set: name for errors, column names, and rows in a list or on disk."""
+    """A data set: name for errors, column names, and rows in a list or made on access."""
 
     name: str
     columns: list[str]
@@ -75,7 +74,7 @@ class Table:
         return column
 
     def each(self, read: Callable[[int], dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """Apply `read` to each index. Rows on disk are checked now and read again on access."""
+        """Apply `read` to each index. Rows made on access are checked now and made again."""
         indices = range(len(self.rows))
         if isinstance(self.rows, list):
             return [read(index) for index in indices]
@@ -138,7 +137,7 @@ def is_file(dataset: str) -> bool:
     path = Path(dataset).expanduser()
     if path.is_dir():
         return False
-    is_path = _kind(path) in KINDS or not HUB_ID.fullmatch(dataset)
+    is_path = kind_of(path) in KINDS or not HUB_ID.fullmatch(dataset)
     return is_path or EXTENSION.search(dataset) is not None or path.is_file()
 
 
@@ -153,6 +152,32 @@ def load_table(dataset: str, *, split: str = "train") -> Table:
     >>> load_table(str(path)).columns
     ['question', 'answer']
     """
+    try:
+        table = _read_files(dataset) if is_file(dataset) else _load_datasets(dataset, split)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = " ".join(str(error).split()) or "no data"
+        raise ValueError(
+            f"{dataset}: cannot be read: {reason:.300}; set "
+            f"env.dataset=<a file ({', '.join(KINDS)}), a folder or a hub id>"
+        ) from None
+    if not table.rows:
+        raise ValueError(f"{dataset}: expected at least one row, got an empty data set")
+    return table
+
+
+def _read_files(dataset: str) -> Table:
+    columns, packed = read_files(dataset)
+    rows = LazyRows(partial(_unpack, columns), packed)
+    small = sum(map(len, packed)) <= LARGE
+    return Table(dataset, columns, list(rows) if small else rows)
+
+
+def _unpack(columns: list[str], packed: bytes) -> dict[str, Any]:
+    return dict.fromkeys(columns) | pickle.loads(packed)
+
+
+def _load_datasets(dataset: str, split: str) -> Table:
+    """Load a split of the hub or of a folder with `datasets`."""
     import datasets  # takes a second
     import huggingface_hub
 
@@ -160,80 +185,24 @@ def load_table(dataset: str, *, split: str = "train") -> Table:
     for logger in (datasets.logging, huggingface_hub.logging):
         logger.set_verbosity(logging.CRITICAL)
     path = Path(dataset).expanduser()
-    _refuse_deep_rows(path.rglob("*") if path.is_dir() else map(Path, glob(str(path))))
-    name, _, subset = (str(path), "", "") if path.is_dir() else dataset.partition(":")
-    failures = (OSError, EOFError, ValueError, StopIteration, datasets.exceptions.DatasetsError)
+    name, _, subset = dataset.partition(":")
+    cache = None  # the default
+    if path.is_dir():
+        refuse_deep_rows(path.rglob("*"))
+        name, subset = str(path), ""
+        # `datasets` knows a file by its path and time: a cache for each content
+        cache = Path(datasets.config.HF_DATASETS_CACHE) / "leash" / sha256_of_path(path)
     try:
-        if is_file(dataset):
-            data = _load_file(path)
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            saved = datasets.load_from_disk(name)
+            splits = saved if isinstance(saved, dict) else {"train": saved}
+            if split not in splits:
+                raise ValueError(f"expected a split {' or '.join(splits)}, got {split!r}")
+            data = splits[split]
         else:
-            data = datasets.load_dataset(name, name=subset or None, split=split)
-    except failures as error:
-        reason = " ".join(str(error.__cause__ or error).split()) or "no data"
-        raise ValueError(
-            f"{dataset}{_broken_line(path)}: cannot be read: {reason:.300}; set "
-            f"env.dataset=<a file ({', '.join(KINDS)}), a folder or a hub id>"
-        ) from None
-    if not len(data):
-        raise ValueError(f"{dataset}: expected at least one row, got an empty data set")
+            data = datasets.load_dataset(name, subset or None, split=split, cache_dir=cache)
+    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
+        raise OSError(error.__cause__ or error) from None
     small = data.data.nbytes <= LARGE
     rows = data.to_list() if small else LazyRows(data.__getitem__, range(len(data)))
     return Table(dataset, data.column_names, rows)
-
-
-def _kind(path: Path) -> str:
-    """Return the suffix of a file name, without .gz."""
-    return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
-
-
-def _load_file(path: Path) -> Any:
-    """Load a file with `datasets`; in a .csv, numbers stay texts."""
-    import datasets
-
-    if (kind := _kind(path)) not in KINDS:
-        raise ValueError(f"expected the extension {', '.join(KINDS)}, got {path.name}")
-    options: dict[str, Any] = {"keep_default_na": False} if kind == ".csv" else {}
-    if kind == ".csv":
-        with _open(path) as file:
-            header = enumerate(next(csv.reader(file), []))
-        names = [name or f"Unnamed: {i}" for i, name in header]  # as in pandas
-        options["features"] = datasets.Features({name: datasets.Value("string") for name in names})
-    return datasets.load_dataset(KINDS[kind], data_files=str(path), split="train", **options)
-
-
-def _refuse_deep_rows(files: Iterable[Path]) -> None:
-    """Raise ValueError for a row nested so deeply that pyarrow's JSON reader would crash on it."""
-    for file in files:
-        if _kind(file) not in (".json", ".jsonl"):
-            continue
-        depth = 0
-        with suppress(OSError, EOFError, zlib.error), _open(file, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                for bracket in re.findall(rb"[\[{\]}]", JSON_STRING.sub(b"", line)):
-                    depth += 1 if bracket in b"[{" else -1
-                    if depth > DEEPEST:
-                        raise ValueError(
-                            f"{file}, line {number}: expected at most {DEEPEST} levels of lists "
-                            "and objects in a row, got more; correct or remove the row"
-                        )
-
-
-def _broken_line(path: Path) -> str:
-    """Return ", line N" for the first unreadable line of a .jsonl file, else ""."""
-    if _kind(path) != ".jsonl" or not path.is_file():
-        return ""
-    number = 0
-    try:
-        with _open(path) as file:
-            for line in file:
-                number += 1
-                json.loads(line.strip() or "{}")
-    except (ValueError, EOFError, OSError, zlib.error):
-        return f", line {number}"
-    return ""
-
-
-def _open(path: Path, mode: str = "rt") -> IO[Any]:
-    opener = gzip.open if path.suffix.lower() == ".gz" else open
-    text = {"encoding": "utf-8-sig", "newline": ""} if mode == "rt" else {}
-    return opener(path, mode, **text)

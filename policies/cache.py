@@ -68,11 +68,11 @@ def sha256_of_inputs(node: Any, path: str = "") -> dict[str, str]:
             if spec and spec.origin and Path(spec.origin).is_file():
                 out[key] = sha256_file(Path(spec.origin))
         elif name in INPUTS and os.path.exists(at := os.path.expanduser(str(value))):
-            out[key] = _sha256_of_path(Path(at), TEXTS if key == "policy.model" else None)
+            out[key] = sha256_of_path(Path(at), TEXTS if key == "policy.model" else None)
     return out
 
 
-def _sha256_of_path(path: Path, suffixes: Sequence[str] | None) -> str:
+def sha256_of_path(path: Path, suffixes: Sequence[str] | None = None) -> str:
     """Return the sha256 of a file, or over the names and files of a folder."""
     if path.is_file():
         return sha256_file(path)

@@ -2,11 +2,12 @@
 
 import gzip
 import json
+import os
 import random
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,14 +16,16 @@ from envs.data import load_table
 from envs.tasks import MathWords
 
 ROWS = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(30)]
-KINDS = (".jsonl", ".json", ".csv", ".parquet")
+KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 ROLES = ("system", "user", "assistant", "tool")
 SYSTEM, USER, SAID, TOOL = ({"role": role, "content": role[0]} for role in ROLES)
 
 
 def write(path: Path, rows: list[dict]) -> str:
-    if path.suffix in (".csv", ".parquet"):
-        getattr(Dataset.from_list(rows), f"to_{path.suffix[1:]}")(str(path))
+    if path.suffix in (".csv", ".tsv"):
+        Dataset.from_list(rows).to_csv(str(path), sep="\t" if path.suffix == ".tsv" else ",")
+    elif path.suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(str(path))
     else:
         lines = "\n".join(map(json.dumps, rows))
         path.write_text(lines if path.suffix == ".jsonl" else json.dumps(rows))
@@ -47,8 +50,58 @@ def test_texts_stay_as_they_are_in_the_file(tmp_path):
     cells = [(row["question"], row["answer"]) for row in load_table(str(path)).rows]
     assert cells == [("a", "007"), ("b", "NA"), ("c", "")]
     row = {"question": "a\u2028b", "answer": "c\x85d"}
-    (tmp_path / "d.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n\n")
+    text = "\ufeff\n" + json.dumps(row, ensure_ascii=False) + "\r\n \n"
+    (tmp_path / "d.jsonl").write_bytes(text.encode())
     assert load_table(str(tmp_path / "d.jsonl")).rows == [row]
+
+
+@pytest.mark.parametrize("form", ["lines", "list", "printed list", "object", "printed objects"])
+def test_values_are_those_of_json(tmp_path, form):
+    """Numbers stay ints or floats, dates stay texts, and no object gets another one's keys."""
+    call = {"name": "f", "arguments": {"x": [1, 2.5, None, "a", {}], "big": 10**30}}
+    rows = [
+        {"a": 1, "b": "2020-01-01", "c": [{"role": "user"}, {"role": "tool", "calls": [call]}]},
+        {"a": 2.0, "b": "2020-01-01T00:00:00Z", "c": {"k": None}},
+        {"a": "3", "b": None, "c": [[1], "x", True], "d": "\U0001f600"},
+    ]
+    text = {
+        "lines": "\n".join(map(json.dumps, rows)),
+        "list": json.dumps(rows),
+        "printed list": json.dumps(rows, indent=1),
+        "object": json.dumps({"version": 1.0, "data": rows}),
+        "printed objects": "\n".join(json.dumps(row, indent=1) for row in rows),
+    }
+    paths = [tmp_path / "d.json"]
+    if form == "lines":
+        paths.append(tmp_path / "d.jsonl")
+    for path in paths:
+        path.write_text(text[form])
+        expected = [{"a": None, "b": None, "c": None, "d": None, **row} for row in rows]
+        assert repr(load_table(str(path)).rows) == repr(expected)
+
+
+def test_cells_that_datasets_wrote_into_a_parquet_as_json_are_values(tmp_path):
+    rows = [{"m": [{"a": 1}, {"b": "2"}], "x": 1}, {"m": [{"c": {"d": [1, "z"]}}], "x": "s"}]
+    source = write(tmp_path / "d.jsonl", rows)
+    saved = Dataset.from_json(source, cache_dir=str(tmp_path / "cache"))
+    saved.to_parquet(str(tmp_path / "d.parquet"))
+    assert load_table(str(tmp_path / "d.parquet")).rows == rows
+
+
+@pytest.mark.parametrize("name", ["d[1].jsonl", "d.json", "d.csv", "d.tsv", "d.parquet", "."])
+def test_rows_are_those_of_the_path_now(tmp_path, monkeypatch, name):
+    """Neither a cache nor a file whose name fits the brackets gives other rows."""
+    path = tmp_path / ("rows.jsonl" if name == "." else name)
+    if name == "d[1].jsonl":
+        write(tmp_path / "d1.jsonl", ROWS[:2])
+    for rows in (ROWS[:3], ROWS[3:6]):
+        write(path, rows)
+        os.utime(path, (10**9, 10**9))
+        assert load_table(str(tmp_path / name)).rows == rows
+    if name != ".":
+        (tmp_path / "file").touch()
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "file")
+        assert load_table(str(path)).rows == ROWS[3:6], "the cache cannot be written"
 
 
 def test_shards_and_splits_of_a_folder(tmp_path, capfd):
@@ -64,16 +117,54 @@ def test_shards_and_splits_of_a_folder(tmp_path, capfd):
     assert capfd.readouterr() == ("", ""), "no progress bars"
 
 
+def test_a_folder_of_save_to_disk_is_loaded(tmp_path):
+    data = Dataset.from_list(ROWS)
+    data.save_to_disk(str(tmp_path / "rows"))
+    DatasetDict(train=data, test=data.select(range(4))).save_to_disk(str(tmp_path / "splits"))
+    assert load_table(str(tmp_path / "rows")).rows == ROWS
+    assert load_table(str(tmp_path / "splits"), split="test").rows == ROWS[:4]
+    with pytest.raises(ValueError, match="expected a split train, got 'test'"):
+        load_table(str(tmp_path / "rows"), split="test")
+
+
+def test_a_long_read_is_one_line_of_rank_0(tmp_path, monkeypatch, capfd):
+    path = write(tmp_path / "d.jsonl", ROWS)
+    monkeypatch.setattr("envs.data_files.QUIET", -1)
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        load_table(path)
+        assert capfd.readouterr().err.count("\n") == lines
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("none", "", "cannot be read"),
-        ("a.jsonl", '{"question": "a"}\n{oops', "line 2: cannot be read"),
-        ("a.csv", "question,answer\na,1\nb,2,3", "line 3"),
+        ("none", b"", "none: expected the extension .jsonl"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], "a.jsonl.gz: cannot be read"),
+        ("a.parquet", b"PAR1", "a.parquet: cannot be read"),
+        ("a.jsonl", b'{"question": "a"}\n{oops\n', "a.jsonl, line 2: expected JSON"),
+        ("a.jsonl", b'\n{"question": "a"}\n{"question":\n', "a.jsonl, line 3: expected JSON"),
+        ("a.jsonl", b'{"question": "\\ud83d"}', "a.jsonl, line 1: expected JSON"),
+        ("a.jsonl", b'{"question": "a"}\n[1]', r"line 2: expected an object as row, got \[1\]"),
+        ("a.json", b'[{"question": "a"},\n{oops}]', "a.json, line 2: expected JSON"),
+        ("a.json", b'[{"question": "a"}, 3]', "a.json, row 1: expected an object as row, got 3"),
+        (
+            "a.jsonl",
+            '{}\n{"question": "\xe9"}'.encode("latin-1"),
+            "line 2: expected UTF-8, got .*e9",
+        ),
+        ("a.jsonl", '{"question": "a"}'.encode("utf-16"), "line 1: expected UTF-8, got UTF-16"),
+        ("a.csv", "question\n\xe9".encode("latin-1"), "a.csv, line 2: expected UTF-8"),
+        (
+            "a.csv",
+            b"question,answer\n\n'a\n',1\nb,2,3".replace(b"'", b'"'),
+            "line 5: expected 2 cells",
+        ),
+        ("a.csv", b'question,answer\na,"1\nb,2', "line 2: .*end of data"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(tmp_path, name, text, says):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text)
     with pytest.raises(ValueError, match=says) as caught:
         load_chats(str(tmp_path / name))
     assert "\n" not in str(caught.value)

@@ -1,0 +1,200 @@
+"""Read local data files row by row, without a cache.
+
+.jsonl has an object a line; .json a list, an object with one list of objects, or objects; .csv and
+.tsv a header, and all cells are texts; each also as .gz. .parquet is read by pyarrow. Values are
+those of json.loads: `datasets` would give all rows the keys of each, and dates for texts. A fault
+names file and line.
+"""
+
+import codecs
+import csv
+import gzip
+import json
+import os
+import pickle
+import re
+import sys
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from glob import glob
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO, Any
+
+DEEPEST = 100  # levels of lists and objects in a row, as in Parquet
+QUIET = 10  # seconds of reading without a line
+LONGEST = 2**31 - 1  # characters of a .csv cell; Python's default is 131072
+JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+NOT_BLANK = re.compile(r"\S")
+Row = tuple[str, Any]  # place in the file, value
+
+
+def read_files(dataset: str) -> tuple[list[str], list[bytes]]:
+    """Return the columns and pickled rows of a file, or of the files that a pattern with * matches.
+
+    Pickled rows are a third as large as dicts, and each access gives a new dict.
+    """
+    path = Path(dataset).expanduser()
+    files = [path]
+    if "*" in dataset and not path.exists():
+        files = [Path(name) for name in sorted(glob(str(path), recursive=True))]
+    columns, rows = dict[str, None](), list[bytes]()
+    shown_at = time.monotonic() + QUIET
+    for file in files or [path]:
+        if kind_of(file) not in KINDS:
+            raise ValueError(f"{file}: expected the extension {', '.join(KINDS)}, got {file.name}")
+        refuse_deep_rows([file])
+        for place, row in KINDS[kind_of(file)](file):
+            if not isinstance(row, dict):
+                raise _fault(file, place, f"expected an object as row, got {row!r:.80}")
+            columns.update(dict.fromkeys(row))
+            rows.append(pickle.dumps(row))
+            if time.monotonic() > shown_at and os.environ.get("RANK", "0") == "0":
+                print(f"reading {file}: {len(rows)} rows so far", file=sys.stderr, flush=True)
+                shown_at = float("inf")
+    return list(columns), rows
+
+
+def kind_of(path: Path) -> str:
+    """Return the suffix of a file name, without .gz."""
+    return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
+
+
+def refuse_deep_rows(files: Iterable[Path]) -> None:
+    """Raise ValueError for a row nested so deeply that recursive code would exhaust its stack."""
+    for file in files:
+        if kind_of(file) not in (".json", ".jsonl"):
+            continue
+        depth = 0
+        with suppress(OSError, EOFError, zlib.error), _open(file) as lines:
+            for number, line in enumerate(lines, 1):
+                bare = JSON_STRING.sub(b"", line)
+                opened = bare.count(b"[") + bare.count(b"{")
+                if depth + opened <= DEEPEST:
+                    depth += opened - bare.count(b"]") - bare.count(b"}")
+                    continue
+                for bracket in re.findall(rb"[\[{\]}]", bare):
+                    depth += 1 if bracket in b"[{" else -1
+                    if depth > DEEPEST:
+                        levels = f"at most {DEEPEST} levels of lists and objects in a row"
+                        raise _fault(file, f"line {number}", f"expected {levels}, got more")
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    for number, line in _lines(path):
+        yield from _values(path, number, line.rstrip("\n"))
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    values = _values(path, 1, "".join(line for _, line in _lines(path)))
+    first = list(islice(values, 2))
+    if len(first) == 1:
+        document = first[0][1]
+        if isinstance(document, dict):
+            lists = [value for value in document.values() if _are_objects(value)]
+            if len(lists) == 1 and "role" not in lists[0][0]:  # messages make it a row
+                document = lists[0]
+        if isinstance(document, list):
+            return ((f"row {index}", row) for index, row in enumerate(document))
+    return chain(first, values)
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(v, dict) for v in value)
+
+
+def _values(path: Path, line: int, text: str) -> Iterator[Row]:
+    """Yield the JSON values of a text that begins at a line of the file."""
+    decoder, end = json.JSONDecoder(), 0
+    start = _skip_blanks(text, 0)
+    while start < len(text):
+        line += text.count("\n", end, start)
+        try:
+            value, end = decoder.raw_decode(text, start)
+            if "\\ud" in text[start:end].lower():
+                json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
+        except ValueError as error:
+            at = getattr(error, "pos", start)
+            got = f"got {text[at : at + 60]!r} ({getattr(error, 'msg', error)})"
+            line += text.count("\n", start, at)
+            raise _fault(path, f"line {line}", f"expected JSON, {got}") from None
+        yield f"line {line}", value
+        line += text.count("\n", start, end)
+        start = _skip_blanks(text, end)
+
+
+def _skip_blanks(text: str, start: int) -> int:
+    match = NOT_BLANK.search(text, start)
+    return match.start() if match else len(text)
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    csv.field_size_limit(LONGEST)
+    delimiter = "\t" if kind_of(path) == ".tsv" else ","
+    reader = csv.reader((text for _, text in _lines(path)), delimiter=delimiter, strict=True)
+    columns, line = list[str](), 1
+    try:
+        for cells in reader:
+            if len(cells) < 2 and not "".join(cells).strip():
+                pass  # a blank line
+            elif not columns:
+                columns = [name or f"Unnamed: {index}" for index, name in enumerate(cells)]
+                if len(set(columns)) < len(columns):
+                    raise _fault(path, f"line {line}", f"expected different columns, got {columns}")
+            elif len(cells) > len(columns):
+                counts = f"expected {len(columns)} cells, got {len(cells)}"
+                raise _fault(path, f"line {line}", counts)
+            else:
+                cells += [""] * (len(columns) - len(cells))
+                yield f"line {line}", dict(zip(columns, cells, strict=True))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise _fault(path, f"line {line}", f"expected comma-separated cells ({error})") from None
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import datasets  # takes a second
+    import pyarrow.parquet
+
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(10_000):
+            table = pyarrow.Table.from_batches([batch])
+            for row in datasets.Dataset(table).to_list():  # it decodes cells that it wrote as JSON
+                yield "", row
+    except pyarrow.ArrowException as error:
+        raise OSError(error) from None
+
+
+KINDS = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a text file with their numbers."""
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                is_utf16 = line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+                byte = f"the byte {line[error.start]:#x} (latin-1?)"
+                raise ValueError(
+                    f"{path}, line {number}: expected UTF-8, got {'UTF-16' if is_utf16 else byte}; "
+                    "save the file as UTF-8"
+                ) from None
+            yield number, text
+
+
+def _open(path: Path) -> IO[bytes]:
+    return (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb")
+
+
+def _fault(path: Path, place: str, text: str) -> ValueError:
+    return ValueError(f"{path}, {place}: {text}; correct or remove the row")
