@@ -1,8 +1,9 @@
 """Separate a template's text from contents, find the assistant's spans, and encode text.
 
 An *outline* is a chat rendered with unguessable placeholders for its contents and cut into pieces
-of the template's text and of contents. A *control token* is an added token of the tokenizer,
-special or not, other than white space.
+of the template's text and of contents. A *control token* is a special token, or another added
+token that the template marks turns with (`Outlines.find_markers`). Contents cannot hold one; they
+may hold other added tokens, such as <think> and <tool_call> where these are not special.
 
 Left out on purpose: slow tokenizers, which give no offsets.
 """
@@ -14,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -60,8 +61,9 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"expected a fast tokenizer, got {type(tokenizer).__name__}")
-        added = tokenizer.added_tokens_decoder
-        self.control = frozenset(i for i, t in added.items() if not t.content.isspace())
+        added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if not t.content.isspace()}
+        self.added = {i: token.content for i, token in added.items()}
+        self.control = frozenset(i for i, token in added.items() if token.special)
         self._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -78,22 +80,22 @@ class Encoder:
 
     @cached_property
     def _speller(self) -> tuple[Tokenizer, dict[int, int]]:
-        """Return a tokenizer without added tokens other than white space, and the ids of those.
+        """Return a tokenizer without control tokens, and the ids of its added tokens.
 
         It encodes parts of a text, so it must not insert the blank of a first word before each.
         """
         spec = json.loads(self._tokenizer.to_str())
-        blanks = [t for t in spec["added_tokens"] if t["content"].isspace()]
-        spec["added_tokens"] = blanks
+        kept = [t for t in spec["added_tokens"] if t["id"] not in self.control]
+        spec["added_tokens"] = kept
         _add_no_blank(spec["normalizer"])
         _add_no_blank(spec["pre_tokenizer"])
         copy = Tokenizer.from_str(json.dumps(spec))
-        return copy, {copy.token_to_id(t["content"]): t["id"] for t in blanks}
+        return copy, {copy.token_to_id(t["content"]): t["id"] for t in kept}
 
     def spell(self, text: str) -> list[int]:
         """Return ids of `text` none of which is a control token."""
-        speller, blanks = self._speller
-        ids = [blanks.get(i, i) for i in speller.encode(text, add_special_tokens=False).ids]
+        speller, added = self._speller
+        ids = [added.get(i, i) for i in speller.encode(text, add_special_tokens=False).ids]
         if self.find_control(ids):
             raise ValueError(f"expected no control tokens in the data, got them in {text[:60]!r}")
         return ids
@@ -260,6 +262,7 @@ class Outlines:
         self._dated = "strftime_now" in self.template
         self._nonce = secrets.token_hex(16)
         self._known: dict[str, Outline] = {}
+        encoder.control |= self.find_markers()
 
     def text(self, messages: Sequence[Message], prompt: bool) -> tuple[str, list[Span]]:
         """Return the rendered text and the spans of its generation tags."""
@@ -323,6 +326,27 @@ class Outlines:
                 return [], f"rewrites earlier turns: turn {i + 1} changes when the chat goes on"
             spans.append((start, stop))
         return spans, ""
+
+    def find_markers(self) -> frozenset[int]:
+        """Return the added tokens that the template writes around the turns of each role.
+
+        Without tags in pairs, <x> and </x>: inside of a turn they enclose thoughts, calls and
+        results, and contents may hold them.
+        """
+        texts = self._encoder.added
+        pairs = {text.replace("</", "<", 1) for text in texts.values() if text.startswith("</")}
+        tags = {i for i, text in texts.items() if text.replace("</", "<", 1) in pairs}
+        plain, *others = (["user", "assistant"], ["system", "user"], ["user", "assistant", "tool"])
+        written = self._text_of(plain)
+        for roles in others:
+            with suppress(ValueError):  # a role that the template refuses
+                written += self._text_of(roles)
+        found = set(self._encoder.encode(written)[0])
+        return frozenset((found & set(texts)) - tags)
+
+    def _text_of(self, roles: Sequence[str]) -> str:
+        """Return the text of a chat of blank messages."""
+        return self.text(self.blank([{"role": role} for role in roles]), False)[0]
 
     def find_end_of_turn(self) -> int | None:
         """Return the control token that the template writes right after a reply, or None."""
