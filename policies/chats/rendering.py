@@ -147,8 +147,11 @@ def render_template(
     add_generation_prompt: bool = False,
     tagged: bool = False,
 ) -> tuple[str, list[Span]]:
-    """Return the rendered text and, if `tagged`, the spans of its generation tags."""
-    chat = [{k: v for k, v in m.items() if v is not None} for m in messages]
+    """Return the rendered text and, if `tagged`, the spans of its generation tags.
+
+    The first message may have "tools": the template gets them as its variable `tools`.
+    """
+    chat = [{k: v for k, v in m.items() if v is not None and k != "tools"} for m in messages]
     try:
         with _RENDERING, bounded():
             rendered: Any = render_jinja_template(
@@ -156,14 +159,16 @@ def render_template(
                 chat_template=template,
                 return_assistant_tokens_mask=tagged,
                 add_generation_prompt=add_generation_prompt,
+                tools=messages[0].get("tools"),
                 **variables,
             )
     except Exception as error:  # a template may raise anything
         reason = str(error) or type(error).__name__
         raise ValueError(f"refuses a chat of {[m['role'] for m in messages]}: {reason}") from error
     texts, spans = rendered
-    if len(texts[0]) > LONGEST and len(texts[0]) > 10 * len(str(chat)):
-        raise ValueError(f"writes {len(texts[0])} characters for a chat of {len(str(chat))}")
+    size = len(str(messages))
+    if len(texts[0]) > LONGEST and len(texts[0]) > 10 * size:
+        raise ValueError(f"writes {len(texts[0])} characters for a chat of {size}")
     return texts[0], spans[0] if tagged else []
 
 
@@ -191,8 +196,8 @@ def cut(text: str, placeholders: Sequence[str], spans: Sequence[Span]) -> list[P
     >>> [p.text for p in cut("<x0>", ["x0"], [(1, 4)])]
     ['<', 'x0', '>']
     """
-    number = {name: i for i, name in enumerate(placeholders)}
-    places = [m.span() for m in re.finditer("|".join(placeholders), text)]
+    number = {name: i for i, name in enumerate(placeholders) if name}
+    places = [m.span() for m in re.finditer("|".join(number), text)] if number else []
     borders = sorted({0, len(text), *(b for span in [*places, *spans] for b in span)})
     parts = [(text[a:b], any(s <= a < e for s, e in spans)) for a, b in pairwise(borders)]
     return [Piece(part, number.get(part), marked) for part, marked in parts]
@@ -252,6 +257,46 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
     return [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
 
 
+WRITTEN = ("tools", "tool_calls", "reasoning_content", "thinking")  # keys whose loss is an error
+
+
+def make_call(name: str, arguments: Any) -> Message:
+    """Return a tool call in OpenAI's form; the id has the form that Mistral expects."""
+    function = {"name": name, "arguments": arguments}
+    return {"type": "function", "id": "call00000", "function": function}
+
+
+def make_schema(name: str) -> Message:
+    """Return the schema of a tool without parameters."""
+    parameters = {"type": "object", "properties": {}}
+    function = {"name": name, "description": name, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def with_arguments(message: Message, *, as_text: bool) -> Message:
+    """Return a message whose calls have their arguments as a JSON text, or as a dict.
+
+    >>> call = make_call("add", '{"a": 1}')
+    >>> done = with_arguments({"role": "assistant", "tool_calls": [call]}, as_text=False)
+    >>> done["tool_calls"][0]["function"]["arguments"]
+    {'a': 1}
+    """
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            arguments = function.get("arguments")
+            if as_text and not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            elif not as_text and isinstance(arguments, str):
+                arguments = json.loads(arguments or "{}")
+            call = {**call, "function": {**function, "arguments": arguments}}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
 class Outlines:
     """Cache the outlines of one template; `ends` are the tokens that end a turn."""
 
@@ -267,6 +312,8 @@ class Outlines:
     def text(self, messages: Sequence[Message], prompt: bool) -> tuple[str, list[Span]]:
         """Return the rendered text and the spans of its generation tags."""
         options = {"add_generation_prompt": prompt, "tagged": self.tagged}
+        if any(message.get("tool_calls") for message in messages):
+            messages = [with_arguments(m, as_text=self._takes_text) for m in messages]
         try:
             return render_template(messages, self.template, self._variables, **options)
         except ValueError as error:
@@ -280,6 +327,7 @@ class Outlines:
         outline = None if self._dated else self._known.get(key)
         if outline is None:
             self._refuse_markup(messages)
+            self._refuse_unwritten(messages)
             outline = self._make(blank, prompt)
             if len(self._known) >= _CACHE_SIZE:
                 self._known.clear()
@@ -287,8 +335,12 @@ class Outlines:
         return outline
 
     def blank(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the chat with an unguessable placeholder for each content."""
-        names = [f"x{self._nonce}x{i}x" for i in range(len(messages))]
+        """Return the chat with an unguessable placeholder for each content.
+
+        A message of calls alone stays without content: templates write no line for it.
+        """
+        silent = [m.get("tool_calls") and not m.get("content") for m in messages]
+        names = ["" if s else f"x{self._nonce}x{i}x" for i, s in enumerate(silent)]
         return [m | {"content": name} for m, name in zip(messages, names, strict=True)]
 
     def _make(self, blank: Sequence[Message], prompt: bool) -> Outline:
@@ -297,15 +349,17 @@ class Outlines:
         fault = ""
         if not self.tagged:
             spans, fault = self.find_turns(blank, text)
-        names = {m["content"]: m["role"] == "assistant" for m in blank}
-        places = [(m.span(), names[m[0]]) for m in re.finditer("|".join(names), text)]
+        names = {m["content"]: m["role"] == "assistant" for m in blank if m["content"]}
+        found = re.finditer("|".join(names), text) if names else ()
+        places = [(m.span(), names[m[0]]) for m in found]
         for (a, b), replied in places:
             covered = [(max(a, s), min(b, e)) for s, e in spans if s < b and a < e]
             if covered and (not replied or covered != [(a, b)]):
                 fault = "puts other text than the assistant's into its turns"
         if fault:  # mask by definition: content and end of turn
             spans = [span for span, replied in places if replied]
-        pieces = cut(text, list(names), [close_turn(text, span, self.ends) for span in spans])
+        contents = [m["content"] for m in blank]
+        pieces = cut(text, contents, [close_turn(text, span, self.ends) for span in spans])
         return Outline(pieces, self.control_of(pieces), fault)
 
     def find_turns(self, messages: Sequence[Message], text: str) -> tuple[list[Span], str]:
@@ -358,6 +412,41 @@ class Outlines:
             if token in self._encoder.control:
                 return token if not tail[:start].strip() else None
         return None
+
+    def _refuse_unwritten(self, messages: Sequence[Message]) -> None:
+        """Raise if a message has a call, tools or thoughts for which the template has no place."""
+        for i, message in enumerate(messages):
+            for key in WRITTEN:
+                if message.get(key) and not self._writes[key]:
+                    raise ValueError(
+                        f"message {i}, {key}: {self.label} writes no {key}; set "
+                        f"policy.chat_template=<a template that does>, or remove {key} from the row"
+                    )
+
+    @cached_property
+    def _writes(self) -> dict[str, bool]:
+        """Return for each key of `WRITTEN` whether the template writes its value."""
+        name = f"x{self._nonce}x"
+        values = {key: name for key in WRITTEN}
+        values |= {"tools": [make_schema(name)], "tool_calls": [make_call(name, {})]}
+        return {key: name in self._try(key, value) for key, value in values.items()}
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        """Return whether the template expects arguments as text: it fails on a dict or prints it."""
+        name = f"x{self._nonce}x"
+        text = self._try("tool_calls", [make_call("f", {name: 1})])
+        return name not in text or f"{{'{name}'" in text
+
+    def _try(self, key: str, value: Any) -> str:
+        """Return the text of an exchange with a key, "" if the template refuses it."""
+        place = 0 if key == "tools" else 1
+        chat = [{"role": "user", "content": "u"}, {"role": "assistant", "content": ""}]
+        chat[place] |= {key: value}
+        try:
+            return render_template(chat, self.template, self._variables, tagged=self.tagged)[0]
+        except ValueError:
+            return ""
 
     def _refuse_loss(self, blank: Sequence[Message], text: str) -> None:
         """Raise if a content is missing from the text; a message with tool calls may lack one."""
