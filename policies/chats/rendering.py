@@ -291,7 +291,7 @@ def with_arguments(message: Message, *, as_text: bool) -> Message:
             if as_text and not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
             elif not as_text and isinstance(arguments, str):
-                arguments = json.loads(arguments or "{}")
+                arguments = json.loads(arguments)
             call = {**call, "function": {**function, "arguments": arguments}}
         calls.append(call)
     return {**message, "tool_calls": calls}
@@ -428,7 +428,8 @@ class Outlines:
         """Return for each key of `WRITTEN` whether the template writes its value."""
         name = f"x{self._nonce}x"
         values = {key: name for key in WRITTEN}
-        values |= {"tools": [make_schema(name)], "tool_calls": [make_call(name, {})]}
+        call = make_call(name, "{}" if self._takes_text else {})
+        values |= {"tools": [make_schema(name)], "tool_calls": [call]}
         return {key: name in self._try(key, value) for key, value in values.items()}
 
     @cached_property
