@@ -152,8 +152,8 @@ class Cells:
         """Return prompt and answer as a chat; an answer may be the whole chat, prompt included."""
         if turns[0]["role"] not in ("system", "user"):
             return [*prompt, *turns]
-        said = [_said(message) for message in turns[:-1]]
-        if not all(_said(message) in said for message in prompt):
+        texts = [_key(message) for message in turns[:-1]]
+        if not all(_key(message) in texts for message in prompt):
             expected = "a response alone, or the chat of the prompt and a response"
             raise self.table.error(index, column, expected, [m["role"] for m in turns])
         return turns
@@ -169,9 +169,9 @@ class Cells:
             content = ""
         if not isinstance(content, str):
             raise self.table.error(index, f"{where}.content", "a text", content)
-        found = {key: message[key] for key in KEYS if message.get(key)}
-        if "tool_calls" in found:
-            found["tool_calls"] = self._calls(index, where, found["tool_calls"])
+        more = {key: message[key] for key in KEYS if message.get(key)}
+        if "tool_calls" in more:
+            more["tool_calls"] = self._calls(index, where, more["tool_calls"])
         known = ("role", "content", *KEYS, *LEARNT)
         names = [f"{where.partition('[')[0]}[].{k}" for k in message if k not in known]
         self.unused.extend(name for name in names if name not in self.unused)
@@ -179,7 +179,7 @@ class Cells:
         if any(weight not in (0, 1) for weight in weights):
             raise self.table.error(index, f"{where}.weight", "0 or 1", weights[0])
         off = role == "assistant" and not all(weights)
-        return {"role": role, "content": content} | found | ({"weight": 0} if off else {})
+        return {"role": role, "content": content} | more | ({"weight": 0} if off else {})
 
     def _calls(self, index: int, where: str, calls: Any) -> list[Message]:
         """Return tool calls in OpenAI's form, their arguments as a dict or its JSON."""
@@ -219,7 +219,7 @@ def without_none(value: Any) -> Any:
     return [without_none(v) for v in value] if isinstance(value, list) else value
 
 
-def _said(message: Message) -> tuple[str, str]:
+def _key(message: Message) -> tuple[str, str]:
     return message["role"], message["content"].strip()
 
 

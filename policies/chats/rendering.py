@@ -85,12 +85,12 @@ class Encoder:
         It encodes parts of a text, so it must not insert the blank of a first word before each.
         """
         spec = json.loads(self._tokenizer.to_str())
-        kept = [t for t in spec["added_tokens"] if t["id"] not in self.control]
-        spec["added_tokens"] = kept
+        ordinary = [t for t in spec["added_tokens"] if t["id"] not in self.control]
+        spec["added_tokens"] = ordinary
         _add_no_blank(spec["normalizer"])
         _add_no_blank(spec["pre_tokenizer"])
         copy = Tokenizer.from_str(json.dumps(spec))
-        return copy, {copy.token_to_id(t["content"]): t["id"] for t in kept}
+        return copy, {copy.token_to_id(t["content"]): t["id"] for t in ordinary}
 
     def spell(self, text: str) -> list[int]:
         """Return ids of `text` none of which is a control token."""
@@ -350,8 +350,8 @@ class Outlines:
         if not self.tagged:
             spans, fault = self.find_turns(blank, text)
         names = {m["content"]: m["role"] == "assistant" for m in blank if m["content"]}
-        found = re.finditer("|".join(names), text) if names else ()
-        places = [(m.span(), names[m[0]]) for m in found]
+        matches = re.finditer("|".join(names), text) if names else ()
+        places = [(m.span(), names[m[0]]) for m in matches]
         for (a, b), replied in places:
             covered = [(max(a, s), min(b, e)) for s, e in spans if s < b and a < e]
             if covered and (not replied or covered != [(a, b)]):
@@ -395,8 +395,8 @@ class Outlines:
         for roles in others:
             with suppress(ValueError):  # a role that the template refuses
                 written += self._text_of(roles)
-        found = set(self._encoder.encode(written)[0])
-        return frozenset((found & set(texts)) - tags)
+        added = set(self._encoder.encode(written)[0]) & set(texts)
+        return frozenset(added - tags)
 
     def _text_of(self, roles: Sequence[str]) -> str:
         """Return the text of a chat of blank messages."""
