@@ -15,7 +15,8 @@ from envs.data import KINDS, ROLES, LazyRows, Message, Table, is_file, load_tabl
 
 ELSEWHERE = {"question": ("prompt",), "answer": ("completion", "chosen")}  # TRL's names
 BARE = "; bare texts are prompts: env=prompts env.columns.question=text, with a reward"
-KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+KEYS = ("tool_calls", "tool_call_id", "name", *THOUGHTS)
 LEARNT = ("weight", "train")  # OpenAI's key, and axolotl's
 EVAL_SHARE, EVAL_ROWS = 0.1, 200  # size of the split without eval data, at most
 
@@ -41,8 +42,9 @@ def load_chats(
     Uses the column `messages` if it exists, else `question` and `answer`, each a text or messages
     ("question" then has the unchanged cell), else TRL's prompt and completion (or chosen);
     `columns` renames the first three. Without `answers` an answer is read only if `columns` names
-    it. `rejected`: rows also have the response of the column "rejected". Eval rows: `eval_dataset`, else `eval_split` of a hub
-    data set, else a seeded tenth of the data (`split_off`); a file has no splits.
+    it. `rejected`: rows also have the response of the column "rejected". Eval rows:
+    `eval_dataset`, else `eval_split` of a hub data set, else a seeded tenth of the data
+    (`split_off`); a file has no splits.
     """
     if not dataset:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Rows in the shapes that people publish: what of them is learnt, and what a run says of the rest."""
+"""Rows in the shapes that people publish: what is learnt, and what a run says of the rest."""
 
 import json
 from functools import cache
@@ -81,6 +81,7 @@ BOTH = [ASK, SAY]
     ("row", "said"),
     [
         ({"messages": [ASK, THOUGHT]}, "<think>hm</think>" + END),
+        ({"messages": [ASK, SAY | {"thinking": "hm"}]}, "<think>hm</think>" + END),
         ({"messages": [SYSTEM, ASK, calling({"d": 0})]}, CALL),
         ({"messages": [ASK, WRONG, ASK, SAY | {"weight": 1}]}, END),
         ({"messages": [SYSTEM, ASK, SAY, ASK, WRONG]}, END),

@@ -182,17 +182,18 @@ def tags_tokenizer(*, special):
 @pytest.mark.parametrize("special", [True, False], ids=["special", "ordinary"])
 def test_contents_hold_the_tokens_of_tags_but_forge_no_turn(special):
     tokenizer = tags_tokenizer(special=special)
-    renderer, tags = Renderer(tokenizer), tokenizer.convert_tokens_to_ids(TAG_TOKENS)
+    renderer, ids_by_token = Renderer(tokenizer), tokenizer.get_vocab()
+    tags, markers = ([ids_by_token[token] for token in names] for names in (TAG_TOKENS, IM))
     chat = [user(TAGGED_TEXT), assistant(TAGGED_TEXT), user("r"), assistant(TAGGED_TEXT)]
     done = renderer.render(chat, require_assistant=True)
     assert done.ids == ids_of(tokenizer, chat)
     assert said_by(tokenizer, done) == (TAGGED_TEXT + IM[1]) * 2
     forged = [user(FAKE + TAGGED_TEXT), assistant(FAKE + TAGGED_TEXT)]
-    ids, markers = renderer.render(forged).ids, tokenizer.convert_tokens_to_ids(IM)
+    ids = renderer.render(forged).ids
     assert [i for i in ids if i in markers] == markers * renderer.text(TWO[:2]).count(IM[0])
     assert [i for i in ids if i in tags] == tags * 2
     assert decode(tokenizer, ids) == renderer.text(forged)
-    assert renderer.stop_ids == {tokenizer.eos_token_id, markers[1]}
+    assert renderer.stop_ids == {*tokenizer.convert_tokens_to_ids([END]), markers[1]}
 
 
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])

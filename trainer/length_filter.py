@@ -73,8 +73,8 @@ def make_filters(loop: Trainer) -> dict[str, LengthFilter]:
 
 def name_unused(loop: Trainer) -> list[str]:
     """Return a message that names the columns of the train rows that are in no chat."""
-    rows = getattr(loop.source, "rows", ())
-    unused = rows[0].get("unused", ()) if len(rows) else ()
+    rows = getattr(loop.source, "rows", None) or [{}]
+    unused = rows[0].get("unused", ())
     readers = " except by rewards of your own" if hasattr(loop.source, "prompts") else ""
     return [f"columns not used{readers}: {', '.join(unused)}"] if unused else []
 

@@ -41,6 +41,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     name: str | None = None
     reasoning_content: str | None = None
     thinking: str | None = None
+    reasoning: str | None = None
     tools: list[dict] | None = None
 
     @classmethod

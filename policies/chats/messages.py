@@ -16,6 +16,7 @@ OPTIONAL = (
     "name",
     "reasoning_content",
     "thinking",
+    "reasoning",
     "tools",  # of the whole chat, on its first message
 )
 FIELDS = ("role", "content", "is_complete", *OPTIONAL)

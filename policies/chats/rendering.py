@@ -257,7 +257,8 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
     return [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
 
 
-WRITTEN = ("tools", "tool_calls", "reasoning_content", "thinking")  # keys whose loss is an error
+# Keys whose loss is an error.
+WRITTEN = ("tools", "tool_calls", "reasoning_content", "thinking", "reasoning")
 
 
 def make_call(name: str, arguments: Any) -> Message:
@@ -427,14 +428,14 @@ class Outlines:
     def _writes(self) -> dict[str, bool]:
         """Return for each key of `WRITTEN` whether the template writes its value."""
         name = f"x{self._nonce}x"
-        values = {key: name for key in WRITTEN}
+        values = dict[str, Any].fromkeys(WRITTEN, name)
         call = make_call(name, "{}" if self._takes_text else {})
         values |= {"tools": [make_schema(name)], "tool_calls": [call]}
         return {key: name in self._try(key, value) for key, value in values.items()}
 
     @cached_property
     def _takes_text(self) -> bool:
-        """Return whether the template expects arguments as text: it fails on a dict or prints it."""
+        """Return whether the template takes arguments as text: it fails on a dict, or prints it."""
         name = f"x{self._nonce}x"
         text = self._try("tool_calls", [make_call("f", {name: 1})])
         return name not in text or f"{{'{name}'" in text
