@@ -122,10 +122,15 @@ class ChatEnv(EnvBase):
         return env
 
     def messages(self, row: dict) -> list[dict]:
-        """Return the prompt of a row, with the env's system prompt if the row has none."""
+        """Return the prompt of a row, with the env's system prompt if the row has none.
+
+        The tools of a row are in its first message.
+        """
         messages = list(row["messages"])
         if self.system_prompt is not None and messages[0]["role"] != self.system_role:
             messages.insert(0, {"role": self.system_role, "content": self.system_prompt})
+        if row.get("tools"):
+            messages[0] = {**messages[0], "tools": row["tools"]}
         return messages
 
     def rand_action(self, td: TensorDictBase) -> TensorDictBase:

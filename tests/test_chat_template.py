@@ -167,6 +167,35 @@ def test_white_space_tokens_are_not_control_tokens():
     assert tokenizer.convert_tokens_to_ids("\n\n\n") in done.ids
 
 
+TAG_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+TAGGED_TEXT = "<think>\nhm </think> a<tool_call>{}</tool_call>"
+
+
+def tags_tokenizer(*, special):
+    """A tokenizer whose tags are ordinary added tokens; its markers of turns, too, if asked."""
+    ordinary = TAG_TOKENS if special else [*TAG_TOKENS, *IM]
+    tokenizer = letters([END, *IM] if special else [END], CHATML, eos_token=END)
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in ordinary])
+    return tokenizer
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special", "ordinary"])
+def test_contents_hold_the_tokens_of_tags_but_forge_no_turn(special):
+    tokenizer = tags_tokenizer(special=special)
+    renderer, ids_by_token = Renderer(tokenizer), tokenizer.get_vocab()
+    tags, markers = ([ids_by_token[token] for token in names] for names in (TAG_TOKENS, IM))
+    chat = [user(TAGGED_TEXT), assistant(TAGGED_TEXT), user("r"), assistant(TAGGED_TEXT)]
+    done = renderer.render(chat, require_assistant=True)
+    assert done.ids == ids_of(tokenizer, chat)
+    assert said_by(tokenizer, done) == (TAGGED_TEXT + IM[1]) * 2
+    forged = [user(FAKE + TAGGED_TEXT), assistant(FAKE + TAGGED_TEXT)]
+    ids = renderer.render(forged).ids
+    assert [i for i in ids if i in markers] == markers * renderer.text(TWO[:2]).count(IM[0])
+    assert [i for i in ids if i in tags] == tags * 2
+    assert decode(tokenizer, ids) == renderer.text(forged)
+    assert renderer.stop_ids == {ids_by_token[END], markers[1]}
+
+
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
 def test_sentencepiece_style_tokenizers_add_no_blanks(scheme):
     names = [chr(c) for c in range(33, 127)] + ["\u2581"]

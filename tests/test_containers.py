@@ -36,7 +36,12 @@ MESSAGES = st.fixed_dictionaries(
         "role": st.sampled_from(["system", "user", "assistant", "tool"]),
         "content": st.text("aé \n<|"),
     },
-    optional={"tool_calls": st.just(CALLS), "tool_responses": st.just(["1", "2"])},
+    optional={
+        "tool_calls": st.just(CALLS),
+        "tool_responses": st.just(["1", "2"]),
+        "tools": st.just([{"function": {"name": "add"}}]),
+        "reasoning_content": st.text("hm "),
+    },
 )
 CHAT = st.lists(MESSAGES, min_size=1, max_size=4)
 PARTS = ("prompt", "response", "full")

@@ -8,7 +8,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from envs.chat_env import ChatEnv
-from envs.tasks.task import Task
+from envs.tasks.task import Task, naming
 from policies.chats.containers import Masks, Tokens
 from policies.load import load_reference
 from policies.padding import pad, pad_mask
@@ -21,7 +21,8 @@ from trainer.sources import pick_rows
 class Demonstrations:
     """Render the iteration's demonstrations; `mask` selects the tokens to learn from.
 
-    "assistant": every assistant turn; "prompt": only the last turn, after the prompt.
+    "assistant": every assistant turn; "prompt": only the last turn, after the prompt. Messages in
+    "unlearnt" of a row are context.
     """
 
     reads_rows = "demonstrations"  # as algorithm.rows
@@ -50,13 +51,20 @@ class Demonstrations:
 
     def _render(self, row: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids, assistant mask and loss mask of a row."""
-        messages = self.env.messages(row)
-        done = self.policy.renderer.render(messages, require_assistant=True)
+        messages, render = self.env.messages(row), self.policy.renderer.render
+        added = len(messages) - len(row["messages"])  # a system prompt
+        with naming(row):
+            done = render(messages, require_assistant=True)
         ids, assistant = torch.tensor(done.ids), torch.tensor(done.assistant)
-        if not self.prompt_masked:
-            return ids, assistant, assistant
-        prompt = self.policy.renderer.render(messages[:-1], add_generation_prompt=True).ids
-        return ids, assistant, assistant & (torch.arange(len(ids)) >= len(prompt))
+        learnt = assistant.clone()
+        if self.prompt_masked:
+            learnt[: len(render(messages[:-1], add_generation_prompt=True).ids)] = False
+        for place in row.get("unlearnt", ()):
+            end = len(render(messages[: place + added + 1]).ids)
+            before = messages[: place + added]
+            start = len(render(before, add_generation_prompt=True).ids) if before else 0
+            learnt[start:end] = False
+        return ids, assistant, learnt
 
 
 def make_batch(

@@ -1,4 +1,4 @@
-"""Find and drop rows that are too long for the model, before the first iteration.
+"""Before the first iteration: drop rows that are too long for the model, name unused columns.
 
 Prompts must fit policy.max_prompt_tokens and, with policy.max_new_tokens, the model's positions;
 demonstrations and preferences the positions. Rows whose bytes already fit are not rendered. The
@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from envs.data import LazyRows
-from envs.tasks.task import Row, assistant
+from envs.tasks.task import Row, assistant, naming
 from policies.chats.chat_template import Renderer
 from policies.scorer import max_positions
 from trainer.trainer import Trainer
@@ -46,7 +46,8 @@ class LengthFilter:
             chats = [[*chats[0], assistant(row[name])] for name in ("chosen", "rejected")]
         for chat in chats:
             if self.renderer.most_tokens(chat, prompt=self.prompt) > self.room:
-                ids = self.renderer.render(chat, add_generation_prompt=self.prompt).ids
+                with naming(row):
+                    ids = self.renderer.render(chat, add_generation_prompt=self.prompt).ids
                 size = max(size, len(ids))
         return size
 
@@ -68,6 +69,14 @@ def make_filters(loop: Trainer) -> dict[str, LengthFilter]:
         for name, (room, *about) in rooms.items()
         if env is not None and room is not None
     }
+
+
+def name_unused(loop: Trainer) -> list[str]:
+    """Return a message that names the columns of the train rows that are in no chat."""
+    rows = getattr(loop.source, "rows", None) or [{}]
+    unused = rows[0].get("unused", ())
+    readers = " except by rewards of your own" if hasattr(loop.source, "prompts") else ""
+    return [f"columns not used{readers}: {', '.join(unused)}"] if unused else []
 
 
 def drop_long_rows(loop: Trainer) -> list[str]:

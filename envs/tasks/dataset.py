@@ -32,6 +32,7 @@ class DatasetTask(Task):
 
     packaged: str | None = None  # the default data file
     answers = True  # whether every row needs an answer
+    rejected = False  # whether every row needs a rejected response, too
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class DatasetTask(Task):
             eval_split=eval_split,
             seed=seed,
             answers=self.answers,
+            rejected=self.rejected,
         )
         self._rows = {name: map_rows(self.prepare, rows) for name, rows in splits.items()}
         if type(self).prepare is not DatasetTask.prepare:
@@ -71,7 +73,8 @@ class DatasetTask(Task):
 
 
 def _demonstration(row: Row) -> Row:
-    return {**row, "messages": [*row["messages"], assistant(row["answer"])]}
+    last = row.get("reply", {}) | assistant(row["answer"])
+    return {**row, "messages": [*row["messages"], last]}
 
 
 class Prompts(DatasetTask):
@@ -126,16 +129,16 @@ class Preferences(DatasetTask):
     """
 
     packaged = str(SORTED_DIGITS)
+    rejected = True
 
     def prepare(self, row: Row) -> Row:
         """Return the row with its "chosen" and "rejected" reply."""
-        rejected = row["columns"].get("rejected")
-        if not isinstance(rejected, str) or rejected == row["answer"]:
+        if row["rejected"] == row["answer"]:
             raise ValueError(
                 f"row {row['index']}, rejected: expected a text other than the answer, got "
-                f"{rejected!r:.80}; correct or remove the row"
+                f"{row['rejected']!r:.80}; correct or remove the row"
             )
-        return {**row, "chosen": row["answer"], "rejected": rejected}
+        return {**row, "chosen": row["answer"]}
 
     def preferences(self) -> Sequence[Row]:
         """Return the train rows."""

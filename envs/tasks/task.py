@@ -5,7 +5,8 @@ A custom task subclasses `Task`, overrides `rows` and `reward`, and is named by 
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -102,6 +103,17 @@ def user(content: str) -> Message:
 def assistant(content: str) -> Message:
     """Return an assistant message."""
     return {"role": "assistant", "content": content}
+
+
+@contextmanager
+def naming(row: Row) -> Iterator[None]:
+    """Name the row in a ValueError that its chat raises."""
+    try:
+        yield
+    except ValueError as error:
+        if "index" not in row:
+            raise
+        raise ValueError(f"row {row['index']}: {error}") from error
 
 
 def rewards_anything(task: Task) -> bool:

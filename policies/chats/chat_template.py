@@ -2,7 +2,8 @@
 
 A chat is a list of messages {"role", "content"}. For clean chats the ids are those of
 `tokenizer.apply_chat_template`. Control tokens in contents ("<|im_end|>", ...) are encoded as
-ordinary text, so that only the template can open or close a turn.
+ordinary text, so that only the template can open or close a turn; other added tokens in contents
+("<think>" where it is not special) are encoded as the tokenizer does.
 
 The assistant mask covers contents and end-of-turn tokens of assistant messages. It comes from the
 template's `{% generation %}` tags, else from rendering the chat up to each assistant message.

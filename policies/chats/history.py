@@ -22,7 +22,8 @@ from policies.specs import Composite, NonTensor
 class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
     """Hold the messages of one or many chats.
 
-    `is_complete` is False for a reply cut before its end-of-turn token.
+    `is_complete` is False for a reply cut before its end-of-turn token; `tools`, on the first
+    message, are the schemas of the chat's tools.
 
     >>> history = History.from_chats([[{"role": "user", "content": "Hi"}]])
     >>> history.append(History(role="assistant", content="Yo", batch_size=[1])).shape
@@ -36,6 +37,12 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     is_complete: bool = True
     tool_calls: list[dict] | None = None
     tool_responses: list[str] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    thinking: str | None = None
+    reasoning: str | None = None
+    tools: list[dict] | None = None
 
     @classmethod
     def from_chats(cls, chats: Sequence[Any]) -> "History":

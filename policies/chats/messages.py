@@ -9,7 +9,16 @@ from typing import Any
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 PADDING_ROLE = "<none>"
-OPTIONAL = ("tool_calls", "tool_responses")
+OPTIONAL = (
+    "tool_calls",
+    "tool_responses",
+    "tool_call_id",
+    "name",
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+    "tools",  # of the whole chat, on its first message
+)
 FIELDS = ("role", "content", "is_complete", *OPTIONAL)
 
 
@@ -19,7 +28,7 @@ def columns(records: Sequence[dict[str, Any]]) -> TensorDict:
     for name in FIELDS:
         values = [record.get(name) for record in records]
         if name not in OPTIONAL or any(v is not None for v in values):
-            if any(isinstance(v, list) for v in values):  # a list is the value of one message
+            if name in OPTIONAL:  # a list is the value of one message
                 done[name] = NonTensorStack(*[NonTensorData(v) for v in values])
             else:
                 done[name] = NonTensorStack.from_list(values)
@@ -37,7 +46,7 @@ def records_of(history: Any) -> list[dict[str, Any]]:
         values = history.get(name, None)
         if values is not None and name in OPTIONAL:  # values are lists: read each message
             values = [m.get(name, None) for m in rows or history.unbind(0)]
-            values = [None if v is None else list(v) for v in values]
+            values = [v if v is None or isinstance(v, str) else list(v) for v in values]
         elif not isinstance(values, list):
             values = [values] * size
         for record, value in zip(records, values, strict=True):

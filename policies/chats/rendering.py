@@ -1,8 +1,9 @@
 """Separate a template's text from contents, find the assistant's spans, and encode text.
 
 An *outline* is a chat rendered with unguessable placeholders for its contents and cut into pieces
-of the template's text and of contents. A *control token* is an added token of the tokenizer,
-special or not, other than white space.
+of the template's text and of contents. A *control token* is a special token, or another added
+token that the template marks turns with (`Outlines.find_markers`). Contents cannot hold one; they
+may hold other added tokens, such as <think> and <tool_call> where these are not special.
 
 Left out on purpose: slow tokenizers, which give no offsets.
 """
@@ -14,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -60,8 +61,9 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"expected a fast tokenizer, got {type(tokenizer).__name__}")
-        added = tokenizer.added_tokens_decoder
-        self.control = frozenset(i for i, t in added.items() if not t.content.isspace())
+        added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if not t.content.isspace()}
+        self.added = {i: token.content for i, token in added.items()}
+        self.control = frozenset(i for i, token in added.items() if token.special)
         self._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -78,22 +80,22 @@ class Encoder:
 
     @cached_property
     def _speller(self) -> tuple[Tokenizer, dict[int, int]]:
-        """Return a tokenizer without added tokens other than white space, and the ids of those.
+        """Return a tokenizer without control tokens, and the ids of its added tokens.
 
         It encodes parts of a text, so it must not insert the blank of a first word before each.
         """
         spec = json.loads(self._tokenizer.to_str())
-        blanks = [t for t in spec["added_tokens"] if t["content"].isspace()]
-        spec["added_tokens"] = blanks
+        ordinary = [t for t in spec["added_tokens"] if t["id"] not in self.control]
+        spec["added_tokens"] = ordinary
         _add_no_blank(spec["normalizer"])
         _add_no_blank(spec["pre_tokenizer"])
         copy = Tokenizer.from_str(json.dumps(spec))
-        return copy, {copy.token_to_id(t["content"]): t["id"] for t in blanks}
+        return copy, {copy.token_to_id(t["content"]): t["id"] for t in ordinary}
 
     def spell(self, text: str) -> list[int]:
         """Return ids of `text` none of which is a control token."""
-        speller, blanks = self._speller
-        ids = [blanks.get(i, i) for i in speller.encode(text, add_special_tokens=False).ids]
+        speller, added = self._speller
+        ids = [added.get(i, i) for i in speller.encode(text, add_special_tokens=False).ids]
         if self.find_control(ids):
             raise ValueError(f"expected no control tokens in the data, got them in {text[:60]!r}")
         return ids
@@ -145,8 +147,11 @@ def render_template(
     add_generation_prompt: bool = False,
     tagged: bool = False,
 ) -> tuple[str, list[Span]]:
-    """Return the rendered text and, if `tagged`, the spans of its generation tags."""
-    chat = [{k: v for k, v in m.items() if v is not None} for m in messages]
+    """Return the rendered text and, if `tagged`, the spans of its generation tags.
+
+    The first message may have "tools": the template gets them as its variable `tools`.
+    """
+    chat = [{k: v for k, v in m.items() if v is not None and k != "tools"} for m in messages]
     try:
         with _RENDERING, bounded():
             rendered: Any = render_jinja_template(
@@ -154,14 +159,16 @@ def render_template(
                 chat_template=template,
                 return_assistant_tokens_mask=tagged,
                 add_generation_prompt=add_generation_prompt,
+                tools=messages[0].get("tools"),
                 **variables,
             )
     except Exception as error:  # a template may raise anything
         reason = str(error) or type(error).__name__
         raise ValueError(f"refuses a chat of {[m['role'] for m in messages]}: {reason}") from error
     texts, spans = rendered
-    if len(texts[0]) > LONGEST and len(texts[0]) > 10 * len(str(chat)):
-        raise ValueError(f"writes {len(texts[0])} characters for a chat of {len(str(chat))}")
+    size = len(str(messages))
+    if len(texts[0]) > LONGEST and len(texts[0]) > 10 * size:
+        raise ValueError(f"writes {len(texts[0])} characters for a chat of {size}")
     return texts[0], spans[0] if tagged else []
 
 
@@ -189,8 +196,8 @@ def cut(text: str, placeholders: Sequence[str], spans: Sequence[Span]) -> list[P
     >>> [p.text for p in cut("<x0>", ["x0"], [(1, 4)])]
     ['<', 'x0', '>']
     """
-    number = {name: i for i, name in enumerate(placeholders)}
-    places = [m.span() for m in re.finditer("|".join(placeholders), text)]
+    number = {name: i for i, name in enumerate(placeholders) if name}
+    places = [m.span() for m in re.finditer("|".join(number), text)] if number else []
     borders = sorted({0, len(text), *(b for span in [*places, *spans] for b in span)})
     parts = [(text[a:b], any(s <= a < e for s, e in spans)) for a, b in pairwise(borders)]
     return [Piece(part, number.get(part), marked) for part, marked in parts]
@@ -250,6 +257,47 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
     return [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
 
 
+# Keys whose loss is an error.
+WRITTEN = ("tools", "tool_calls", "reasoning_content", "thinking", "reasoning")
+
+
+def make_call(name: str, arguments: Any) -> Message:
+    """Return a tool call in OpenAI's form; the id has the form that Mistral expects."""
+    function = {"name": name, "arguments": arguments}
+    return {"type": "function", "id": "call00000", "function": function}
+
+
+def make_schema(name: str) -> Message:
+    """Return the schema of a tool without parameters."""
+    parameters = {"type": "object", "properties": {}}
+    function = {"name": name, "description": name, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def with_arguments(message: Message, *, as_text: bool) -> Message:
+    """Return a message whose calls have their arguments as a JSON text, or as a dict.
+
+    >>> call = make_call("add", '{"a": 1}')
+    >>> done = with_arguments({"role": "assistant", "tool_calls": [call]}, as_text=False)
+    >>> done["tool_calls"][0]["function"]["arguments"]
+    {'a': 1}
+    """
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            arguments = function.get("arguments")
+            if as_text and not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            elif not as_text and isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            call = {**call, "function": {**function, "arguments": arguments}}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
 class Outlines:
     """Cache the outlines of one template; `ends` are the tokens that end a turn."""
 
@@ -260,10 +308,13 @@ class Outlines:
         self._dated = "strftime_now" in self.template
         self._nonce = secrets.token_hex(16)
         self._known: dict[str, Outline] = {}
+        encoder.control |= self.find_markers()
 
     def text(self, messages: Sequence[Message], prompt: bool) -> tuple[str, list[Span]]:
         """Return the rendered text and the spans of its generation tags."""
         options = {"add_generation_prompt": prompt, "tagged": self.tagged}
+        if any(message.get("tool_calls") for message in messages):
+            messages = [with_arguments(m, as_text=self._takes_text) for m in messages]
         try:
             return render_template(messages, self.template, self._variables, **options)
         except ValueError as error:
@@ -277,6 +328,7 @@ class Outlines:
         outline = None if self._dated else self._known.get(key)
         if outline is None:
             self._refuse_markup(messages)
+            self._refuse_unwritten(messages)
             outline = self._make(blank, prompt)
             if len(self._known) >= _CACHE_SIZE:
                 self._known.clear()
@@ -284,8 +336,12 @@ class Outlines:
         return outline
 
     def blank(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the chat with an unguessable placeholder for each content."""
-        names = [f"x{self._nonce}x{i}x" for i in range(len(messages))]
+        """Return the chat with an unguessable placeholder for each content.
+
+        A message of calls alone stays without content: templates write no line for it.
+        """
+        silent = [m.get("tool_calls") and not m.get("content") for m in messages]
+        names = ["" if s else f"x{self._nonce}x{i}x" for i, s in enumerate(silent)]
         return [m | {"content": name} for m, name in zip(messages, names, strict=True)]
 
     def _make(self, blank: Sequence[Message], prompt: bool) -> Outline:
@@ -294,15 +350,17 @@ class Outlines:
         fault = ""
         if not self.tagged:
             spans, fault = self.find_turns(blank, text)
-        names = {m["content"]: m["role"] == "assistant" for m in blank}
-        places = [(m.span(), names[m[0]]) for m in re.finditer("|".join(names), text)]
+        names = {m["content"]: m["role"] == "assistant" for m in blank if m["content"]}
+        matches = re.finditer("|".join(names), text) if names else ()
+        places = [(m.span(), names[m[0]]) for m in matches]
         for (a, b), replied in places:
             covered = [(max(a, s), min(b, e)) for s, e in spans if s < b and a < e]
             if covered and (not replied or covered != [(a, b)]):
                 fault = "puts other text than the assistant's into its turns"
         if fault:  # mask by definition: content and end of turn
             spans = [span for span, replied in places if replied]
-        pieces = cut(text, list(names), [close_turn(text, span, self.ends) for span in spans])
+        contents = [m["content"] for m in blank]
+        pieces = cut(text, contents, [close_turn(text, span, self.ends) for span in spans])
         return Outline(pieces, self.control_of(pieces), fault)
 
     def find_turns(self, messages: Sequence[Message], text: str) -> tuple[list[Span], str]:
@@ -324,6 +382,27 @@ class Outlines:
             spans.append((start, stop))
         return spans, ""
 
+    def find_markers(self) -> frozenset[int]:
+        """Return the added tokens that the template writes around the turns of each role.
+
+        Without tags in pairs, <x> and </x>: inside of a turn they enclose thoughts, calls and
+        results, and contents may hold them.
+        """
+        texts = self._encoder.added
+        pairs = {text.replace("</", "<", 1) for text in texts.values() if text.startswith("</")}
+        tags = {i for i, text in texts.items() if text.replace("</", "<", 1) in pairs}
+        plain, *others = (["user", "assistant"], ["system", "user"], ["user", "assistant", "tool"])
+        written = self._text_of(plain)
+        for roles in others:
+            with suppress(ValueError):  # a role that the template refuses
+                written += self._text_of(roles)
+        added = set(self._encoder.encode(written)[0]) & set(texts)
+        return frozenset(added - tags)
+
+    def _text_of(self, roles: Sequence[str]) -> str:
+        """Return the text of a chat of blank messages."""
+        return self.text(self.blank([{"role": role} for role in roles]), False)[0]
+
     def find_end_of_turn(self) -> int | None:
         """Return the control token that the template writes right after a reply, or None."""
         blank = self.blank([{"role": "user"}, {"role": "assistant"}])
@@ -334,6 +413,42 @@ class Outlines:
             if token in self._encoder.control:
                 return token if not tail[:start].strip() else None
         return None
+
+    def _refuse_unwritten(self, messages: Sequence[Message]) -> None:
+        """Raise if a message has a call, tools or thoughts for which the template has no place."""
+        for i, message in enumerate(messages):
+            for key in WRITTEN:
+                if message.get(key) and not self._writes[key]:
+                    raise ValueError(
+                        f"message {i}, {key}: {self.label} writes no {key}; set "
+                        f"policy.chat_template=<a template that does>, or remove {key} from the row"
+                    )
+
+    @cached_property
+    def _writes(self) -> dict[str, bool]:
+        """Return for each key of `WRITTEN` whether the template writes its value."""
+        name = f"x{self._nonce}x"
+        values = dict[str, Any].fromkeys(WRITTEN, name)
+        call = make_call(name, "{}" if self._takes_text else {})
+        values |= {"tools": [make_schema(name)], "tool_calls": [call]}
+        return {key: name in self._try(key, value) for key, value in values.items()}
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        """Return whether the template takes arguments as text: it fails on a dict, or prints it."""
+        name = f"x{self._nonce}x"
+        text = self._try("tool_calls", [make_call("f", {name: 1})])
+        return name not in text or f"{{'{name}'" in text
+
+    def _try(self, key: str, value: Any) -> str:
+        """Return the text of an exchange with a key, "" if the template refuses it."""
+        place = 0 if key == "tools" else 1
+        chat = [{"role": "user", "content": "u"}, {"role": "assistant", "content": ""}]
+        chat[place] |= {key: value}
+        try:
+            return render_template(chat, self.template, self._variables, tagged=self.tagged)[0]
+        except ValueError:
+            return ""
 
     def _refuse_loss(self, blank: Sequence[Message], text: str) -> None:
         """Raise if a content is missing from the text; a message with tool calls may lack one."""

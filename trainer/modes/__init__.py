@@ -7,7 +7,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer.length_filter import drop_long_rows
+from trainer.length_filter import drop_long_rows, name_unused
+from trainer.modes.preflight.tokens import find_unlearnt_end
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -20,9 +21,11 @@ def run_mode(loop: "Trainer", settings: dict[str, Any]) -> float:
     """
     name = "preflight" if settings["preflight"] else settings["mode"]
     if name in ("train", "evaluate", "frontier"):
-        for text in drop_long_rows(loop):
+        for text in (*name_unused(loop), *drop_long_rows(loop)):
             loop.observers.say(text)
     if name == "train":
+        for text in find_unlearnt_end(loop):
+            loop.observers.say(text)
         out = loop.run(resume=settings["resume"] is not None)
     else:
         out = float(import_module(f"trainer.modes.{name}").run(loop, settings))

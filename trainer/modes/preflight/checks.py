@@ -5,7 +5,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from policies.scorer import max_positions
-from trainer.length_filter import drop_long_rows
+from trainer.length_filter import drop_long_rows, name_unused
 from trainer.metrics import idle_groups
 from trainer.modes.preflight.profile import Findings
 from trainer.trainer import Trainer
@@ -22,7 +22,7 @@ def check_rows(loop: Trainer, settings: dict[str, Any], findings: Findings) -> i
     env, render = loop.source.env, loop.policy.renderer.render
     splits, longest = {"train": loop.source}, 1
     splits |= {"eval": loop.evaluate} if samples else {}
-    findings.section("Rows and their length", *drop_long_rows(loop))
+    findings.section("Rows and their length", *name_unused(loop), *drop_long_rows(loop))
     for name, part in splits.items():
         count = len(part.rows)
         some = (part.rows[i] for i in range(0, count, -(-count // RENDERED) or 1))

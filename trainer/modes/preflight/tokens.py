@@ -45,6 +45,21 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
         )
 
 
+def find_unlearnt_end(loop: Trainer) -> list[str]:
+    """Return a message if no end of a turn is learnt in the first batch of an SFT run, else []."""
+    if getattr(loop.source, "reads_rows", "") != "demonstrations":
+        return []
+    batch = loop.source(0)
+    empty, ended = count_ends(batch, loop.policy.stop_ids)
+    if ended or empty == len(batch):
+        return []
+    name = loop.policy.renderer.name
+    return [
+        f"{name}: no demonstration ends by a learnt end of turn, so the model may not learn to "
+        "stop; set policy.chat_template=<a template that writes one after a response>"
+    ]
+
+
 def table(texts: list[str], mask: list[bool]) -> list[Text]:
     """Render a row as lines, one per run of learnt or of unlearnt tokens."""
     runs = [list(run) for _, run in groupby(range(len(mask)), key=mask.__getitem__)]
