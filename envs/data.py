@@ -7,12 +7,11 @@ An error names row, column, the expected and the actual value. Small data sets a
 `datasets`. chat_rows.py turns rows into chats.
 """
 
-import json
 import logging
 import pickle
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,36 +87,6 @@ class Table:
         if not isinstance(value, str) or not value.strip():
             raise self.error(index, column, "a text", value)
         return value
-
-    def messages(self, index: int, column: str) -> list[Message]:
-        """Return the chat of a cell; ValueError if the cell is not a list of messages."""
-        value = self.rows[index].get(column)
-        if not isinstance(value, list) or not value:
-            raise self.error(index, column, "a list of messages", value)
-        for i, message in enumerate(value):
-            where = f"{column}[{i}]"
-            if not isinstance(message, Mapping):
-                raise self.error(index, where, "a dict with role and content", message)
-            if message.get("role") not in ROLES:
-                raise self.error(index, f"{where}.role", " | ".join(ROLES), message.get("role"))
-            if not isinstance(message.get("content"), str):
-                raise self.error(index, f"{where}.content", "a text", message.get("content"))
-        return [{"role": m["role"], "content": m["content"]} for m in value]
-
-    def turns(self, index: int, column: str, role: str) -> list[Message]:
-        """Return a cell as messages: a text gets `role`, a chat must end with `role`."""
-        value = self.rows[index].get(column)
-        if role == "assistant" and isinstance(value, (int, float)):  # an answer such as 42
-            value = json.dumps(value)
-        if not isinstance(value, list):
-            if not isinstance(value, str) or not value.strip():
-                raise self.error(index, column, "a text or a list of messages", value)
-            return [{"role": role, "content": value}]
-        messages = self.messages(index, column)
-        if messages[-1]["role"] != role or not messages[-1]["content"].strip():
-            got = [m["role"] for m in messages]
-            raise self.error(index, column, f"a text of the {role} as the last message", got)
-        return messages
 
     def error(self, index: int, column: str, expected: str, got: Any) -> ValueError:
         """Return the error for a malformed cell."""
