@@ -156,7 +156,8 @@ def _name_jobs(config: DictConfig, folder: Path) -> list[str]:
         _refuse_secrets(cfg, [i for i in parser.parse_overrides(job) if i.key_or_group in swept])
         names.append(str(cfg.hydra.sweep.subdir))
         configs.append(read_job(cfg, folder / names[-1], job, in_sweep=True))
-    check_parts(configs)
+    if configs:
+        check_parts(configs)
     return names
 
 

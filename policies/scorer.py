@@ -131,10 +131,11 @@ class Scorer(nn.Module):
         keep = predicted(attention_mask, keep)
         if not keep.any():
             return self._zeros(tokens, entropy, reference is not None, balance)
-        layout, ref_dist = self._layout(tokens, attention_mask, keep, group_id, pack), None
+        layout = self._layout(tokens, attention_mask, keep, group_id, pack)
         hidden, routers = self._run(layout, routers=balance)  # [K, H], [K, E] of each router
         dist = self.distribution(hidden, keep, temperature)
         value = self.critic(layout, hidden) if self.critic is not None else None  # [K]
+        ref_dist = None
         if reference is not None:
             with torch.no_grad():
                 if ref_states is None and reference.share_prompts != self.share_prompts:
@@ -275,7 +276,8 @@ def imbalance(routers: Sequence[Tensor], keep: Tensor, *, chosen: int) -> Tensor
     p is the softmax. f has no gradient.
     Source: DeepSeek-V3, arXiv 2412.19437 eq. 17 to 20, with p of Switch, arXiv 2101.03961 eq. 6.
     """
-    row, terms = keep.nonzero()[:, 0], []  # [K]
+    row = keep.nonzero()[:, 0]  # [K]
+    terms = []
     for outputs in routers:
         probs = _probabilities(outputs)  # [K, E]
         best = outputs.topk(chosen, -1).indices  # [K, chosen]
