@@ -72,11 +72,18 @@ def make_filters(loop: Trainer) -> dict[str, LengthFilter]:
 
 
 def name_unused(loop: Trainer) -> list[str]:
-    """Return a message that names the columns of the train rows that are in no chat."""
+    """Return messages: the columns of the train rows that are in no chat, and rows by turn."""
     rows = getattr(loop.source, "rows", None) or [{}]
-    unused = rows[0].get("unused", ())
+    unused, messages = rows[0].get("unused", ()), []
     readers = " except by rewards of your own" if hasattr(loop.source, "prompts") else ""
-    return [f"columns not used{readers}: {', '.join(unused)}"] if unused else []
+    if unused:
+        messages.append(f"columns not used{readers}: {', '.join(unused)}")
+    if (chats := getattr(loop.source, "num_chats", len(rows))) != len(rows):
+        messages.append(
+            f"the chat template rewrites earlier turns: {chats} chats give {len(rows)} rows, one "
+            "for each turn that is learnt"
+        )
+    return messages
 
 
 def drop_long_rows(loop: Trainer) -> list[str]:
