@@ -11,6 +11,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 1
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280 # seconds from TERM to KILL (30): an iteration and a save
 run=outputs/slurm/$SLURM_JOB_ID # on a disk that all nodes share; the same one when queued again
 if [ -e "$run/config.yaml" ]; then set -- "resume=$run"; else set -- "$@" "output_dir=$run"; fi
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -18,5 +19,5 @@ srun --kill-on-bad-exit=0 "${TORCHRUN:-.venv/bin/torchrun}" --nnodes "$SLURM_JOB
     --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d \
     --rdzv-endpoint "$first:${MASTER_PORT:-29500}" "${TRAIN:-train.py}" "$@"
 code=$?
-if grep -q '"state": "preempted"' "$run/status.json"; then scontrol requeue "$SLURM_JOB_ID"; fi
+if grep -qE '"state": "(preempted|running)"' "$run/status.json"; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $code

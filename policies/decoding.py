@@ -17,6 +17,9 @@ from policies.padding import positions
 
 GRAPHED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROOM = 128  # tokens that the buffers of a graph have room for, at least
+FREE_SHARE = 0.8  # of the free memory, for the cache of a rollout
+GROWTH = 2.5  # a full buffer is copied into one that is larger by half
+LOGITS = 6  # float32 copies of a row's logits in a step
 FEW = 64  # rows of a graph; a step of fewer takes as long
 
 
@@ -24,6 +27,28 @@ def decode(model: nn.Module, prompts: Tensor, attention: Tensor) -> "Decoding":
     """Return the state after the prompts [B, T], padded left; attention [B, T] bool."""
     kind = GraphDecoding if prompts.device.type == "cuda" and fits_graph(model) else Decoding
     return kind(model, prompts, attention)
+
+
+def rows_that_fit(model: nn.Module, tokens: int, device: torch.device) -> int | None:
+    """Return how many rows of `tokens` the free memory of a GPU can sample; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + unused
+    return max(1, int(FREE_SHARE * free / row_bytes(model, tokens)))
+
+
+def row_bytes(model: nn.Module, tokens: int) -> float:
+    """Return the bytes of a row of `tokens` while it is sampled: its cache, and some logits."""
+    config: Any = model.config.get_text_config()  # pyright: ignore[reportCallIssue]
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kept = 2 * (getattr(config, "num_key_value_heads", None) or heads) * width
+    dtype = next(model.parameters()).dtype
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+    cache = config.num_hidden_layers * kept * tokens * dtype.itemsize
+    return GROWTH * cache + LOGITS * 4 * config.vocab_size
 
 
 def fits_graph(model: nn.Module) -> bool:

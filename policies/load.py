@@ -31,6 +31,7 @@ def load_policy(
     min_p: float = 0.0,
     max_new_tokens: int = 64,
     max_prompt_tokens: int | None = None,
+    max_rows: int | None = None,
     system_prompt: str | None = None,
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -71,6 +72,7 @@ def load_policy(
     scorer = Scorer(network, autocast=getattr(torch, autocast) if autocast else None)
     kwargs = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     kwargs |= {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
+    kwargs |= {"max_rows": max_rows}
     policy = TransformersWrapper(
         scorer,
         tokenizer=tokenizer,

@@ -116,7 +116,8 @@ class Checkpoints:
                 for key, value in (state | placement.master(name, param)).items():
                     value = torch.as_tensor(value).detach()
                     full = value.full_tensor() if hasattr(value, "full_tensor") else value
-                    out |= {f"{name}/{key}": full.clone().contiguous()} if materialize else {}
+                    if materialize:  # one at a time, since a GPU has no room for all
+                        out[f"{name}/{key}"] = full.to("cpu", copy=True).contiguous()
         return out
 
     def newest(self) -> Path | None:

@@ -99,7 +99,7 @@ class Evaluate:
         """
         if self.efficiency is not None and kind == "before":
             self.efficiency.begin(self, on_progress)
-        with self.placements[0].gather(), self.placements[1].gather():  # batches differ by rank
+        with self.placements[0].gather():  # samplers' steps differ by rank
             scores, records = self._play(iteration, kind, on_progress, on_batch)
         if self.efficiency is not None:
             scores |= self.efficiency(scores, len(self.rows))
@@ -119,6 +119,8 @@ class Evaluate:
                 if kind != "after":  # a trained run finishes its last evaluation
                     self.runtime.check_stop()  # equally often on every rank, even without rows
                 if not part:
+                    if name == "sampled":
+                        self._join_scoring()
                     continue
                 batch: TensorDictBase = collect(self._prompts(part), env, generator, learn=False)
                 if name == "sampled":
@@ -142,6 +144,16 @@ class Evaluate:
                 out["eval/kl_ref"] = total["kl"] / total["tokens"]
                 out["eval/kl_ref_sequence"] = total["kl"] / (rows * size)
         return out, records
+
+    @torch.no_grad()
+    def _join_scoring(self) -> None:
+        """Join the other ranks' forwards of a sharded reference, without a row of this rank."""
+        with self.placements[1].forwards(0) as count:
+            for _ in range(count):
+                ids = torch.zeros(1, 2, dtype=torch.int64, device=self.runtime.device)  # [1, 2]
+                self.retrieve_kl.scorer(
+                    ids, torch.ones_like(ids).bool(), torch.zeros_like(ids).bool()
+                )
 
     def _count(self, sums: dict[str, float], batch: TensorDictBase, part: list[int]) -> None:
         """Add the scores of the replies to these rows."""

@@ -11,11 +11,12 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from policies.cache import write_text
@@ -35,15 +36,25 @@ INSTEAD = {
 }
 
 
+TIMEOUT = 7200.0  # seconds
+
+
 class Runtime:
     """Start the ranks of a run and keep its status.json current.
 
     A context manager: a normal exit writes "finished", `Stopped` "preempted", another error
     "failed". A stop signal raises `Stopped` at `check_stop`, within `stoppable` blocks, and during
-    the set-up.
+    the set-up. `timeout`: seconds that a rank waits for another, who may write a checkpoint.
     """
 
-    def __init__(self, folder: str | Path, *, seed: int = 0, device: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        seed: int = 0,
+        device: str | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
         gpu = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         kind = gpu.type if gpu else "cpu"  # or cuda, mps, xpu, npu
         if device not in (None, "cpu", kind):  # environment variables select among several
@@ -51,7 +62,14 @@ class Runtime:
             raise ValueError(f"no GPU for policy.device={device}{other}; set it to null or cpu")
         check_accelerate()
         cpu = device == "cpu" or gpu is None
-        self.accelerator = Accelerator(cpu=cpu, mixed_precision="no")  # policy.autocast sets it
+        if kind == "cuda" and not cpu:
+            check_gpus(torch.cuda.device_count())
+        handlers = [
+            InitProcessGroupKwargs(timeout=timedelta(seconds=timeout)),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # no copy of gradients
+        ]
+        # policy.autocast sets the precision
+        self.accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=handlers)
         self.folder = Path(folder)
         if self.ranks > 1:  # with torchrun only rank 0 has chosen it
             self.folder = Path(self.gather(str(self.folder.absolute()))[0])
@@ -210,6 +228,16 @@ class Runtime:
                 self.write_status(state="failed")
         for name, handler in self.handlers.items():  # last: after the status is written
             signal.signal(name, handler)
+
+
+def check_gpus(count: int) -> None:
+    """Raise ValueError for more ranks on this machine than its `count` GPUs."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if ranks > count and not torch.distributed.is_initialized():
+        raise ValueError(
+            f"expected a GPU for each of {ranks} ranks, this machine shows {count} "
+            f"(CUDA_VISIBLE_DEVICES); set launch.num_processes={count}"
+        )
 
 
 def check_accelerate() -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from policies.protocols import Policy
 from policies.scorer import Scorer
 from policies.sharding import Unsharded, shard, share
-from trainer.runtime import Runtime
+from trainer.runtime import TIMEOUT, Runtime
 
 
 class ShardedRuntime(Runtime):
@@ -21,11 +22,18 @@ class ShardedRuntime(Runtime):
     """
 
     def __init__(
-        self, folder: str | Path, *, seed: int = 0, device: str | None = None, offload: bool = False
+        self,
+        folder: str | Path,
+        *,
+        seed: int = 0,
+        device: str | None = None,
+        timeout: float = TIMEOUT,
+        offload: bool = False,
     ) -> None:
         if offload and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            _init_process_group(cpu=device == "cpu" or not torch.cuda.is_available())
-        super().__init__(folder, seed=seed, device=device)
+            cpu = device == "cpu" or not torch.cuda.is_available()
+            _init_process_group(cpu=cpu, timeout=timeout)
+        super().__init__(folder, seed=seed, device=device, timeout=timeout)
         self.offload = offload
 
     def load(self, make: Callable[..., Policy]) -> Policy:
@@ -53,9 +61,10 @@ class ShardedRuntime(Runtime):
         return main, make(main)
 
 
-def _init_process_group(*, cpu: bool) -> None:
+def _init_process_group(*, cpu: bool, timeout: float) -> None:
     """Join the ranks by gloo, for tensors on the CPU, and on GPUs also by NCCL."""
     if not torch.distributed.is_initialized():
         if not cpu:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        torch.distributed.init_process_group("cpu:gloo" if cpu else "cpu:gloo,cuda:nccl")
+        backend = "cpu:gloo" if cpu else "cpu:gloo,cuda:nccl"
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))

@@ -27,6 +27,7 @@ ALIASES = {
 FILTERS = tuple(asdict(NO_FILTERS))
 # Implemented by the sampler.
 SAMPLER = (*FILTERS, "temperature", "do_sample", "max_new_tokens", "max_prompt_tokens", "stop")
+SAMPLER += ("max_rows",)
 SAMPLER += ("num_return_sequences", "eos_token_id", "pad_token_id", "skip_special_tokens")
 # Arguments of `generate` that are in no config.
 PROCESSORS = ("logits_processor", "prefix_allowed_tokens_fn")
@@ -61,6 +62,7 @@ class GenerateKwargs:
     temperature: float = 1.0
     max_new_tokens: int = 64
     max_prompt_tokens: int | None = None
+    max_rows: int | None = None  # sampled at a time
     stop: tuple[str, ...] = ()
     num_return_sequences: int | None = None
     eos_token_id: tuple[int, ...] | None = None  # instead of the model's and the template's

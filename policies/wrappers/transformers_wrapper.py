@@ -70,6 +70,7 @@ class TransformersWrapper(LLMWrapperBase):
                     max_new_tokens=self.max_new_tokens,
                     temperature=self.temperature,
                     filters=self.limits.filters,
+                    max_rows=self.limits.max_rows,
                 )
         self.scorer.train(training)
         return sampled

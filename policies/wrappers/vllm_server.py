@@ -11,7 +11,7 @@ Left out on purpose: a temperature of scores.
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +29,8 @@ from policies.wrappers.vllm_engine import Reply, VLLMEngine
 VERSIONS = ("0.32.", "0.33.")  # as in pyproject.toml; vLLM does not promise these calls
 AT_ONCE = 256  # concurrent requests; the server has its own queue
 KNOCKS, PATIENCE = 20, 600  # seconds for a connection; for an answer or a transfer by NCCL
+LONGEST = 6 * 3600  # seconds for a response, its time in the server's queue included
+HEALTH_EVERY = 60  # seconds between questions about the health of a server that samples
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --port {port} --dtype {dtype} --enable-scale-out "
     "--logprobs-mode processed_logprobs"
@@ -45,14 +47,19 @@ class Server:
     def __init__(self, url: str) -> None:
         # One connection per request: the server may close a kept-alive one at any time.
         limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=0)
-        patience = httpx.Timeout(PATIENCE, connect=KNOCKS)
-        self.client = httpx.Client(base_url=url, timeout=patience, limits=limits, trust_env=False)
+        self.client = httpx.Client(base_url=url, limits=limits, trust_env=False)
         self.url = url
 
-    def __call__(self, path: str, body: Any = None, *, method: str = "POST") -> Any:
-        """Return the server's answer; RuntimeError with its message, or ConnectionError."""
+    def __call__(
+        self, path: str, body: Any = None, *, method: str = "POST", patience: float = PATIENCE
+    ) -> Any:
+        """Return the server's answer; RuntimeError with its message, or ConnectionError.
+
+        `patience`: seconds to wait for the answer.
+        """
+        limit = httpx.Timeout(patience, connect=KNOCKS)
         try:
-            answer = self.client.request(method, path, json=body)
+            answer = self.client.request(method, path, json=body, timeout=limit)
         except httpx.TransportError as error:
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
         if answer.status_code != 200:
@@ -120,7 +127,7 @@ class VLLMServer(VLLMEngine):
             f"policy.engine.url={self.server.url}: expected {wanted}; start it by: {self.start}"
         )
 
-    def _ask(self, path: str, body: Any = None, **how: str) -> Any:
+    def _ask(self, path: str, body: Any = None, **how: Any) -> Any:
         """Return the server's answer during a run; RuntimeError with a remedy if it fails."""
         try:
             return self.server(path, body, **how)
@@ -130,13 +137,19 @@ class VLLMServer(VLLMEngine):
                 f"{self.start}, and go on with resume=<run folder>"
             ) from error
 
+    @property
+    def sends(self) -> bool:
+        """Return whether this rank sends the weights: rank 0."""
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return not ranks or torch.distributed.get_rank() == 0
+
     def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Send new weights to the server; with several ranks, rank 0 sends them."""
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         lora = [None if self.adapter is None else f"policy-{uuid4().hex}"]  # see _take_adapter
         if ranks:
             torch.distributed.barrier()  # all ranks have scored with the old weights
-        if not ranks or torch.distributed.get_rank() == 0:
+        if self.sends:
             shutil.rmtree(self.share, ignore_errors=True)
             self.share.mkdir(parents=True)
             try:
@@ -177,13 +190,21 @@ class VLLMServer(VLLMEngine):
         return fields
 
     def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[Reply]:
-        return list(self.pool.map(self._one, zip(rows, params, strict=True)))
+        asked = [self.pool.submit(self._one, pair) for pair in zip(rows, params, strict=True)]
+        waiting = set(asked)
+        while waiting:  # a request waits in the server's queue for any time
+            done, waiting = wait(waiting, HEALTH_EVERY, return_when=FIRST_EXCEPTION)
+            for request in done:
+                request.result()  # raises its error
+            if waiting:
+                self._ask("/health", method="GET")
+        return [request.result() for request in asked]
 
     def _one(self, request: tuple[Tensor, dict[str, Any]]) -> Reply:
         row, params = request
         body = {"token_ids": row.tolist(), "sampling_params": params}
         body |= {"model": self.lora} if self.lora else {}
-        done = self._ask("/inference/v1/generate", body)
+        done = self._ask("/inference/v1/generate", body, patience=LONGEST)
         (choice,) = done["choices"]
         log_probs = (choice.get("logprobs") or {}).get("content") or ()
         prompt = (done.get("prompt_logprobs") or ())[1:]

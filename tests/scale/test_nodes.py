@@ -171,6 +171,32 @@ def test_a_run_whose_launcher_or_rank_ends_leaves_no_process_and_goes_on_to_the_
     assert weights(folder) == weights(straight)
 
 
+SLOW = """
+import time
+from envs.tasks import SortDigits
+
+class Task(SortDigits):
+    def rewards(self, rows, replies):
+        time.sleep(35)  # longer than torchrun's default from SIGTERM to SIGKILL
+        return [super(Task, self).reward(*pair) for pair in zip(rows, replies)]
+"""
+
+
+def test_a_long_iteration_is_saved_after_sigterm(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    folder = tmp_path / "run"
+    words = [*GRPO, f"output_dir={folder}", "env.task._target_=slow.Task", "allow_targets=true"]
+    words += ["eval.num_samples=0", "eval.greedy=false"]
+    more = {"PYTHONPATH": str(tmp_path), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "280"}
+    process = start(*STANDALONE, *words, **more)
+    wait_for(lambda: read_status(folder).get("iteration", 0) >= 1, process)
+    os.kill(process.pid, signal.SIGTERM)
+    (code,), text = finish(process)
+    assert code, text
+    assert load_run(folder).state == "preempted", text
+    assert list((folder / "checkpoints").iterdir())
+
+
 SRUN = """#!/bin/bash
 while [[ $1 == -* ]]; do shift; done
 "$@" & other=$!
