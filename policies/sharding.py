@@ -6,7 +6,9 @@ the scorer, so that a tied head is complete in its forward. Weights are complete
 equally often: a rank without rows runs a dummy. Trained half-precision weights have float32
 masters in the shards and are half precision when gathered.
 
-Left out on purpose: replicas of shards (HSDP), tensor and sequence parallelism.
+With a mesh of two dimensions the shards lie over the second, and the first holds copies (HSDP).
+
+Left out on purpose: tensor and sequence parallelism.
 """
 
 import copy
@@ -262,7 +264,7 @@ class Shards(Placement):
             yield count
             return
         most = torch.tensor(count, device=self.device)
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, self.mesh.get_group())
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
         yield int(most)
         self.scorer.reshard()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from policies.protocols import Policy
 from policies.scorer import Scorer
@@ -18,6 +18,8 @@ from trainer.runtime import TIMEOUT, Runtime
 class ShardedRuntime(Runtime):
     """A Runtime whose ranks each hold a shard of every weight; a single rank holds all.
 
+    `shards`: ranks that hold one copy of the weights, None for all. Adjacent ranks share a copy, so
+    that with the GPUs of a node only gradients cross nodes.
     `offload`: shards stay on the CPU, and ranks on GPUs also communicate by CPU tensors.
     """
 
@@ -29,12 +31,18 @@ class ShardedRuntime(Runtime):
         device: str | None = None,
         timeout: float = TIMEOUT,
         offload: bool = False,
+        shards: int | None = None,
     ) -> None:
         if offload and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             cpu = device == "cpu" or not torch.cuda.is_available()
             _init_process_group(cpu=cpu, timeout=timeout)
         super().__init__(folder, seed=seed, device=device, timeout=timeout)
         self.offload = offload
+        self.shards = self.ranks if shards is None else shards
+        if self.ranks % self.shards:
+            raise ValueError(
+                f"launch.shards={shards}: expected a divisor of the {self.ranks} ranks"
+            )
 
     def load(self, make: Callable[..., Policy]) -> Policy:
         """Return the policy that `make` loads, on the CPU: no GPU holds all weights."""
@@ -48,7 +56,7 @@ class ShardedRuntime(Runtime):
         """Shard the policy and those of `others` with a scorer, then make the optimizer."""
         if self.ranks == 1:
             return super().prepare(policy, make)
-        mesh, main = init_device_mesh(self.device.type, (self.ranks,)), policy.scorer
+        mesh, main = self._mesh(), policy.scorer
         shard(main, mesh, offload=self.offload)
         scorers = {id(part.scorer): part.scorer for part in others if hasattr(part, "scorer")}
         for scorer in scorers.values():
@@ -59,6 +67,14 @@ class ShardedRuntime(Runtime):
             else:
                 shard(scorer, mesh, offload=self.offload)
         return main, make(main)
+
+    def _mesh(self) -> DeviceMesh:
+        """Return the mesh of the shards, and of their copies if there are several (HSDP)."""
+        copies = self.ranks // self.shards
+        if copies == 1:
+            return init_device_mesh(self.device.type, (self.ranks,))
+        names = ("copies", "shards")
+        return init_device_mesh(self.device.type, (copies, self.shards), mesh_dim_names=names)
 
 
 def _init_process_group(*, cpu: bool, timeout: float) -> None:
