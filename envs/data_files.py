@@ -93,9 +93,9 @@ def _read_json(path: Path) -> Iterator[Row]:
     if len(first) == 1:
         document = first[0][1]
         if isinstance(document, dict):
-            lists = [value for value in document.values() if _are_objects(value)]
-            if len(lists) == 1 and "role" not in lists[0][0]:  # messages make it a row
-                document = lists[0]
+            lists = [name for name, value in document.items() if _are_objects(value)]
+            if len(lists) == 1 and not _is_in_a_row(lists[0], document[lists[0]][0]):
+                document = document[lists[0]]
         if isinstance(document, list):
             return ((f"row {index}", row) for index, row in enumerate(document))
     return chain(first, values)
@@ -103,6 +103,11 @@ def _read_json(path: Path) -> Iterator[Row]:
 
 def _are_objects(value: Any) -> bool:
     return isinstance(value, list) and value != [] and all(isinstance(v, dict) for v in value)
+
+
+def _is_in_a_row(name: str, first: dict[str, Any]) -> bool:
+    """Return whether a list of objects, by its name and first object, has messages or tools."""
+    return name == "tools" or "role" in first or {"from", "value"} <= first.keys()
 
 
 def _values(path: Path, line: int, text: str) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Before the first iteration: drop rows that are too long for the model, name unused columns.
+"""Before the first iteration: name the data, drop rows that are too long for the model.
 
 Prompts must fit policy.max_prompt_tokens and, with policy.max_new_tokens, the model's positions;
 demonstrations and preferences the positions. Rows whose bytes already fit are not rendered. The
@@ -72,11 +72,11 @@ def make_filters(loop: Trainer) -> dict[str, LengthFilter]:
 
 
 def name_unused(loop: Trainer) -> list[str]:
-    """Return a message that names the columns of the train rows that are in no chat."""
-    rows = getattr(loop.source, "rows", None) or [{}]
-    unused = rows[0].get("unused", ())
+    """Return a message for each data set: the shape of its train rows, and its unused columns."""
+    rows = getattr(loop.source, "rows", [])
+    origins = [row["origin"] for row in rows[:SAMPLE] if "origin" in row]
     readers = " except by rewards of your own" if hasattr(loop.source, "prompts") else ""
-    return [f"columns not used{readers}: {', '.join(unused)}"] if unused else []
+    return list(dict.fromkeys(origin.describe(readers) for origin in origins))
 
 
 def drop_long_rows(loop: Trainer) -> list[str]:
