@@ -67,6 +67,9 @@ def load_chats(
             f"env.dataset: expected a file ({', '.join(KINDS)}) or a hub id, got none; give one "
             "with env.dataset=/path/to/it"
         )
+    if split != "train" and any(map(is_file, sets)):
+        remedy = "give the file of that split as env.dataset, without env.split"
+        raise ValueError(f"env.split={split}: expected a hub data set, got a file; {remedy}")
     if not held_out and eval_split:
         held_out = [name for name in sets if not is_file(name)]
     rows, keys = reader.load(sets, split)

@@ -121,7 +121,7 @@ SHAPES = [
     Shape("xLAM", "query", "answers", convert=_as_calls),
     Shape("Alpaca", "instruction", "output", also=ALPACA, convert=_join_input),
     Shape("Alpaca pairs", "instruction", "chosen", also=ALPACA, convert=_join_input),
-    Shape("Dolly", "instruction", "response", also=("context",), convert=_join_input),
+    Shape("Dolly", "instruction", "response", also=("context", *SYSTEM), convert=_join_input),
     Shape("questions and answers", "question", "answer"),
     Shape("questions and responses", "question", "response"),
     Shape("preferences", "question", "chosen"),
