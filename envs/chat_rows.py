@@ -29,7 +29,7 @@ class Origin:
         """Return one line; `readers`: who reads the unused columns."""
         parts = [", ".join(f"{count:,} rows of {shape}" for shape, count in self.shapes.items())]
         if self.left_out:
-            parts.append(f"left out {self.left_out:,} pairs, ties or with two prompts")
+            parts.append(f"left out {self.left_out:,} pairs (equal responses or two prompts)")
         if self.unused:
             parts.append(f"columns not used{readers}: {', '.join(self.unused)}")
         return f"data: {'; '.join(parts)}"
@@ -116,7 +116,7 @@ class _Reader:
                 if isinstance(table.rows, list):
                     listed.append(row)
             if not kept:
-                raise ValueError(f"{name}: expected two different responses to a prompt, got none")
+                raise ValueError(f"{name}: expected different responses to a prompt, got none")
             label = f"{shape.name} ({', '.join(make.columns)})"
             origin.shapes[label] = origin.shapes.get(label, 0) + len(kept)
             parts.append(listed or LazyRows(make, kept))

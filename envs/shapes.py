@@ -158,7 +158,7 @@ def find_shape(
         needed = shape.needs(answers=answers)
         if all(map(table.has, needed)) and shape.fits(table.rows[0]):
             return shape if answers else _of_prompts(shape)
-    raise ValueError(f"{table.name}: {_nearest(table, answers=answers)}")
+    raise ValueError(f"{table.name}: {_what_is_missing(table, shapes)}")
 
 
 def _of_prompts(shape: Shape) -> Shape:
@@ -184,31 +184,32 @@ def _first(table: Table, *columns: str) -> str:
     return next((column for column in columns if column in table.columns), columns[0])
 
 
-def _nearest(table: Table, *, answers: bool) -> str:
-    """Return what the nearest shape lacks, and a remedy."""
-    got, columns = ", ".join(table.columns), "env.columns.question=<column>"
-    chats = [
-        c for c in table.columns for key in ("role", "from") if _starts_by(key, c)(table.rows[0])
-    ]
-    if chats:
-        return f"expected a known shape of rows, got {got}; set env.columns.messages={chats[0]}"
+def _what_is_missing(table: Table, shapes: list[Shape]) -> str:
+    """Return what the nearest shape needs, and a remedy, for a table that none fits."""
+    got = f"got {', '.join(table.columns)}"
+    for column, value in table.rows[0].items():
+        if any(_starts_by(key, column)({column: value}) for key in ("role", "from")):
+            return f"expected a known shape of rows, {got}; set env.columns.messages={column}"
     if table.columns == ["text"]:
-        return (
-            "expected prompts with responses, got text alone; bare texts are prompts: env=prompts "
-            f"env.columns.question=text, {REWARD}"
-        )
-    columns += " and env.columns.answer=<column>" if answers else ""
-    found = [shape for shape in SHAPES if any(map(table.has, shape.needs()))]
+        bare = "bare texts are prompts: env=prompts env.columns.question=text"
+        return f"expected prompts with responses, {got} alone; {bare}, {REWARD}"
+    found = [shape for shape in shapes if any(map(table.has, shape.needs()))]
     if not found:
-        return f"expected columns question and answer, or another shape, got {got}; set {columns}"
-    near = max(found, key=lambda shape: sum(map(table.has, shape.needs())) / len(shape.needs()))
+        both = "set env.columns.question=<column> env.columns.answer=<column>"
+        return f"expected columns question and answer, or another shape, {got}; {both}"
+    near = max(found, key=lambda shape: (_share(table, shape), shape.fits is _any))
     lacks = [column for column in near.needs() if not table.has(column)]
-    text = f"the nearest shape of rows is {near.name} ({', '.join(near.needs())})"
-    if not lacks:
-        return f"{text}, whose cells are different here; set {columns}"
-    text = f"expected a known shape of rows, got {got}; {text}, without {', '.join(lacks)} here"
-    if near.prompt is None or near.prompt in lacks:
-        return f"{text}; set {columns.replace('answer=<column>', f'answer={near.response}')}"
-    answer = f"set env.columns.question={near.prompt} env.columns.answer=<column>"
-    alone = f"without answers: env=prompts env.columns.question={near.prompt}, {REWARD}"
-    return f"{text}; {answer}; {alone}"
+    needs = f"needs {', '.join(lacks)}" if lacks else "has other cells"
+    text = f"expected a known shape of rows, {got}; the nearest, {near.name}, {needs}"
+    if near.prompt is None:
+        return f"{text}; give the prompts in a column, env.columns.question=<column>"
+    if not table.has(near.prompt):
+        return f"{text}; set env.columns.question=<column> env.columns.answer={near.response}"
+    question = f"env.columns.question={near.prompt}"
+    alone = f"without answers: env=prompts {question}, {REWARD}"
+    return f"{text}; set {question} env.columns.answer=<column>; {alone}"
+
+
+def _share(table: Table, shape: Shape) -> float:
+    """Return the share of a shape's columns that a table has."""
+    return sum(map(table.has, shape.needs())) / len(shape.needs())
