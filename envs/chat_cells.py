@@ -108,16 +108,16 @@ class Cells:
         where = f"{column}[{place}]"
         if not isinstance(message, Mapping):
             raise self.table.error(index, where, "a dict with role and content", message)
-        said = message.get("role") or message.get("from")
-        role = ROLES.get(said) if isinstance(said, str) else None
+        speaker = message.get("role") or message.get("from")
+        role = ROLES.get(speaker) if isinstance(speaker, str) else None
         if role is None:
-            raise self.table.error(index, f"{where}.role", " | ".join(ROLES), said)
+            raise self.table.error(index, f"{where}.role", " | ".join(ROLES), speaker)
         content = message.get("content")
         content = message.get("value") if content is None else content
         if role == message.get("role") and isinstance(content, str) and len(message) == 2:
             return {"role": role, "content": content}
         more = {key: message[key] for key in KEYS if message.get(key)}
-        if said == "function_call":
+        if speaker == "function_call":
             more, content = {"tool_calls": content}, ""
         if "tool_calls" in more:
             more["tool_calls"] = self._calls(index, where, more["tool_calls"])

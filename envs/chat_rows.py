@@ -105,21 +105,21 @@ class _Reader:
             table = load_table(name, split=split)
             shape = find_shape(table, self.names, answers=self.answers, rejected=self.rejected)
             make = _Rows(table, shape, origin, rejected=self.rejected, several=len(sets) > 1)
-            listed, kept = list[Row](), list[int]()
+            listed, indices = list[Row](), list[int]()
             for index in range(len(table.rows)):
                 row = make(index)
                 if row is None:
                     origin.left_out += 1
                     continue
-                kept.append(index)
+                indices.append(index)
                 keys.append(_digest(json.dumps(row["messages"])))
                 if isinstance(table.rows, list):
                     listed.append(row)
-            if not kept:
+            if not indices:
                 raise ValueError(f"{name}: expected different responses to a prompt, got none")
             label = f"{shape.name} ({', '.join(make.columns)})"
-            origin.shapes[label] = origin.shapes.get(label, 0) + len(kept)
-            parts.append(listed or LazyRows(make, kept))
+            origin.shapes[label] = origin.shapes.get(label, 0) + len(indices)
+            parts.append(listed or LazyRows(make, indices))
         return _joined(parts), keys
 
 
@@ -186,10 +186,10 @@ class _Rows:
         if prompt is None:
             assert response is not None
             return cells.chat(index, response, cell_of(row, response))
-        asked = cells.prompt(index, prompt, cell_of(row, prompt))
+        messages = cells.prompt(index, prompt, cell_of(row, prompt))
         if response is None:
-            return asked
-        return cells.response(index, response, cell_of(row, response), prompt=asked)
+            return messages
+        return cells.response(index, response, cell_of(row, response), prompt=messages)
 
     def _add_system(self, index: int, row: Row, chat: list[Message]) -> None:
         """Insert the text of a system column, unless the chat has a system message."""

@@ -72,10 +72,13 @@ def _join_input(row: Row) -> Row:
     if not all(isinstance(part, str) for part in parts if part):
         return row
     text = "\n\n".join(part for part in parts if part)
-    roles = ("user", "assistant")
-    said = [pair for turn in row.get("history") or [] for pair in zip(roles, turn, strict=False)]
-    chat = [{"role": role, "content": content} for role, content in (*said, ("user", text))]
-    return {**row, "instruction": chat if said else text}
+    past = [
+        {"role": role, "content": content}
+        for turn in row.get("history") or []
+        for role, content in zip(("user", "assistant"), turn, strict=False)
+    ]
+    chat = [*past, {"role": "user", "content": text}]
+    return {**row, "instruction": chat if past else text}
 
 
 def _as_calls(row: Row) -> Row:
@@ -96,7 +99,9 @@ def _turns(text: str) -> str | list[dict[str, str]]:
     pieces = TURN.split(text)[1:]  # speaker, text, speaker, text, ...
     pairs = zip(pieces[::2], pieces[1::2], strict=True)
     return [
-        {"role": SPEAKERS[name], "content": said.strip()} for name, said in pairs if said.strip()
+        {"role": SPEAKERS[name], "content": content.strip()}
+        for name, content in pairs
+        if content.strip()
     ]
 
 
@@ -158,7 +163,7 @@ def find_shape(
         needed = shape.needs(answers=answers)
         if all(map(table.has, needed)) and shape.fits(table.rows[0]):
             return shape if answers else _of_prompts(shape)
-    raise ValueError(f"{table.name}: {_what_is_missing(table, shapes)}")
+    raise ValueError(f"{table.name}: {_describe_lack(table, shapes)}")
 
 
 def _of_prompts(shape: Shape) -> Shape:
@@ -184,7 +189,7 @@ def _first(table: Table, *columns: str) -> str:
     return next((column for column in columns if column in table.columns), columns[0])
 
 
-def _what_is_missing(table: Table, shapes: list[Shape]) -> str:
+def _describe_lack(table: Table, shapes: list[Shape]) -> str:
     """Return what the nearest shape needs, and a remedy, for a table that none fits."""
     got = f"got {', '.join(table.columns)}"
     for column, value in table.rows[0].items():
@@ -193,11 +198,11 @@ def _what_is_missing(table: Table, shapes: list[Shape]) -> str:
     if table.columns == ["text"]:
         bare = "bare texts are prompts: env=prompts env.columns.question=text"
         return f"expected prompts with responses, {got} alone; {bare}, {REWARD}"
-    found = [shape for shape in shapes if any(map(table.has, shape.needs()))]
-    if not found:
+    close = [shape for shape in shapes if any(map(table.has, shape.needs()))]
+    if not close:
         both = "set env.columns.question=<column> env.columns.answer=<column>"
         return f"expected columns question and answer, or another shape, {got}; {both}"
-    near = max(found, key=lambda shape: (_share(table, shape), shape.fits is _any))
+    near = max(close, key=lambda shape: (_share(table, shape), shape.fits is _any))
     lacks = [column for column in near.needs() if not table.has(column)]
     needs = f"needs {', '.join(lacks)}" if lacks else "has other cells"
     text = f"expected a known shape of rows, {got}; the nearest, {near.name}, {needs}"
