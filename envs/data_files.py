@@ -27,6 +27,7 @@ DEEPEST = 100  # levels of lists and objects in a row, as in Parquet
 QUIET = 10  # seconds of reading without a line
 LONGEST = 2**31 - 1  # characters of a .csv cell; Python's default is 131072
 JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+DECODER = json.JSONDecoder()
 NOT_BLANK = re.compile(r"\S")
 Row = tuple[str, Any]  # place in the file, value
 
@@ -112,12 +113,12 @@ def _is_in_a_row(name: str, first: dict[str, Any]) -> bool:
 
 def _values(path: Path, line: int, text: str) -> Iterator[Row]:
     """Yield the JSON values of a text that begins at a line of the file."""
-    decoder, end = json.JSONDecoder(), 0
+    end = 0
     start = _skip_blanks(text, 0)
     while start < len(text):
         line += text.count("\n", end, start)
         try:
-            value, end = decoder.raw_decode(text, start)
+            value, end = DECODER.raw_decode(text, start)
             if "\\ud" in text[start:end].lower():
                 json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
         except ValueError as error:
