@@ -121,7 +121,7 @@ yardstick: .venv/.ready-dev .venv-trl/.ready  ## the same training by leash and 
 	$(BIN)/python -m benchmarks.yardstick $(ARGS)
 
 test-peers: .venv-trl/.ready  ## rows of docs/coming_from_*.md against the code of TRL, verl and OpenRLHF
-	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest -m peers tests/test_peers.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest -m peers tests/test_peers.py tests/test_peer_templates.py $(ARGS)
 
 # TRL with the torch and transformers of leash, so that the two differ by nothing else. Of verl and
 # OpenRLHF the files of the loss functions alone are imported: without Ray, DeepSpeed and vLLM.

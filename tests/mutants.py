@@ -114,13 +114,8 @@ def masked(f, keep: Callable[[Any, int, bool], bool]):
 
 
 def leave_open(f):
-    def extend(self, ids, messages, new):
-        end, self._end = self._end, ids[-1]  # as if every reply had ended the template's way
-        done = f(self, ids, messages, new)
-        self._end = end
-        return done
-
-    return extend
+    """Go on as if every reply had ended the template's way."""
+    return lambda self, ids: max(self.ends.values())
 
 
 def bootstrap_at_the_end(f):
@@ -330,7 +325,11 @@ ROWS: list[tuple[str, Callable, str]] = [
         "policies.scorer:Scorer.train",
     ),
     ("tokenise again", contracts.token_in_token_out, "trainer.collect:_with_ids"),
-    ("cut replies stay open", contracts.token_in_token_out, f"{RENDERER}.extend"),
+    (
+        "cut replies stay open",
+        contracts.token_in_token_out,
+        "policies.chats.next_turn:Gap.start_after",
+    ),
     ("no temperature", contracts.one_temperature, f"{DIST}:_per_token"),
     ("mean per micro-batch", contracts.global_normalisation, "trainer.update:select_rows"),
     ("mask all ones", contracts.masks_are_exact, f"{RENDERER}.render"),

@@ -12,6 +12,7 @@ from runs import train as train_by_command
 
 import train
 from policies.load import load_policy
+from policies.models import find_model, load_tokenizer
 from trainer.modes.preflight import costs
 from trainer.modes.preflight.costs import at_limits, memory_of
 from trainer.modes.preflight.profile import Phase, restart_peak
@@ -56,6 +57,9 @@ def test_a_sound_run_has_no_problem_and_leaves_nothing(tmp_path):
     parts = re.findall(r"^ +(\d+) yes ", done.text, re.M)
     assert len(learnt) == 2
     assert sum(map(int, learnt)) == sum(map(int, parts))
+    decode = load_tokenizer(find_model("tiny")).decode
+    runs = re.findall(r" yes +(\S+)\n +ids ([\d ]+)\n", done.text)
+    assert [decode(list(map(int, ids.split()))) for _, ids in runs] == [text for text, _ in runs]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from envs.chat_env import ChatEnv
-from envs.tasks.task import Task, naming
+from envs.data import LazyRows
+from envs.tasks.task import Row, Task, naming
 from policies.chats.containers import Masks, Tokens
 from policies.load import load_reference
 from policies.padding import pad, pad_mask
@@ -22,7 +23,8 @@ class Demonstrations:
     """Render the iteration's demonstrations; `mask` selects the tokens to learn from.
 
     "assistant": every assistant turn; "prompt": only the last turn, after the prompt. Messages in
-    "unlearnt" of a row are context.
+    "unlearnt" of a row are context. A template that rewrites earlier turns gets a row per turn
+    (`rows_by_turn`).
     """
 
     reads_rows = "demonstrations"  # as algorithm.rows
@@ -38,6 +40,9 @@ class Demonstrations:
         mask: str = "assistant",
     ) -> None:
         self.rows: Sequence[dict[str, Any]] = task.demonstrations()
+        self.num_chats = len(self.rows)
+        if policy.renderer.rewrites_turns:
+            self.rows = rows_by_turn(self.rows, last_only=mask == "prompt")
         self.env, self.policy, self.runtime, self.size = env, policy, runtime, prompts_per_iteration
         self.prompt_masked = mask == "prompt"
 
@@ -54,7 +59,7 @@ class Demonstrations:
         messages, render = self.env.messages(row), self.policy.renderer.render
         added = len(messages) - len(row["messages"])  # a system prompt
         with naming(row):
-            done = render(messages, require_assistant=True)
+            done = render(messages, require_assistant=True, last_turn="last_turn" in row)
         ids, assistant = torch.tensor(done.ids), torch.tensor(done.assistant)
         learnt = assistant.clone()
         if self.prompt_masked:
@@ -65,6 +70,30 @@ class Demonstrations:
             start = len(render(before, add_generation_prompt=True).ids) if before else 0
             learnt[start:end] = False
         return ids, assistant, learnt
+
+
+def rows_by_turn(rows: Sequence[Row], *, last_only: bool = False) -> Sequence[Row]:
+    """Return a row for each learnt assistant turn: the chat so far, learnt in its last turn.
+
+    So each turn has the context that a thinking template gives it: its own thought, without those
+    of the turns before.
+
+    >>> chat = [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]
+    >>> [len(row["messages"]) for row in rows_by_turn([{"messages": chat}])]
+    [2, 4]
+    """
+
+    def turns(row: Row) -> list[int]:
+        places = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
+        learnt = [i for i in places if i not in row.get("unlearnt", ())]
+        return learnt[-1:] if last_only else learnt
+
+    def make(place: tuple[int, int]) -> Row:
+        row = {k: v for k, v in rows[place[0]].items() if k != "unlearnt"}
+        return row | {"messages": row["messages"][: place[1] + 1], "last_turn": True}
+
+    places = [(i, turn) for i, row in enumerate(rows) for turn in turns(row)]
+    return LazyRows(make, places, listed=getattr(rows, "listed", True))
 
 
 def make_batch(

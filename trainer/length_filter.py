@@ -72,11 +72,17 @@ def make_filters(loop: Trainer) -> dict[str, LengthFilter]:
 
 
 def name_unused(loop: Trainer) -> list[str]:
-    """Return a message for each data set: the shape of its train rows, and its unused columns."""
+    """Return messages: the shape and unused columns of each data set, and rows by turn."""
     rows = getattr(loop.source, "rows", [])
     origins = [row["origin"] for row in rows[:SAMPLE] if "origin" in row]
     readers = " except by rewards of your own" if hasattr(loop.source, "prompts") else ""
-    return list(dict.fromkeys(origin.describe(readers) for origin in origins))
+    messages = list(dict.fromkeys(origin.describe(readers) for origin in origins))
+    if (chats := getattr(loop.source, "num_chats", len(rows))) != len(rows):
+        messages.append(
+            f"the chat template rewrites earlier turns: {chats} chats give {len(rows)} rows, one "
+            "for each turn that is learnt"
+        )
+    return messages
 
 
 def drop_long_rows(loop: Trainer) -> list[str]:

@@ -8,21 +8,24 @@ ordinary text, so that only the template can open or close a turn; other added t
 The assistant mask covers contents and end-of-turn tokens of assistant messages. It comes from the
 template's `{% generation %}` tags, else from rendering the chat up to each assistant message.
 
-Left out on purpose: tools and documents as template arguments, images, and searching the rendered
-text for headers, which a message could fake.
+Left out on purpose: documents as template arguments, images, and searching the rendered text for
+headers, which a message could fake.
 """
 
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import inf
 from typing import Any
 
+from policies.chats.next_turn import Gap, StandIn
 from policies.chats.rendering import (
+    CACHE_SIZE,
     Encoder,
     Message,
-    Outline,
     Outlines,
     Piece,
     check_messages,
@@ -32,7 +35,7 @@ from policies.chats.rendering import (
 )
 from policies.chats.templates import find_template
 
-_REMEDY = "set policy.chat_template=chatml, or to a template with {% generation %} tags"
+_REWRITTEN = "rewrites contents, and this chat's contents hold the text of control tokens"
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Renderer:
         self._end = self._outlines.find_end_of_turn()
         self.stop_ids = frozenset({tokenizer.eos_token_id, self._end} - {None})
         self._outlines.ends = [tokenizer.convert_ids_to_tokens(i) for i in self.stop_ids]
+        self._gaps: dict[str, Gap] = {}
         normalizer = type(tokenizer.backend_tokenizer.normalizer).__name__
         self._growth = {"NoneType": 1, "NFC": 3}.get(normalizer, inf)  # bytes per byte, at most
 
@@ -87,27 +91,30 @@ class Renderer:
         *,
         add_generation_prompt: bool = False,
         require_assistant: bool = False,
+        last_turn: bool = False,
     ) -> Rendered:
-        """Return ids and assistant mask of a chat.
+        """Return ids and assistant mask of a chat; with `last_turn` the mask of its last turn.
 
-        With `require_assistant` (training data) a constant mask, or a template that changes a turn
-        when the chat continues, is a ValueError.
+        With `require_assistant` (training data) a constant mask, or a template that changes a
+        masked turn when the chat continues, is a ValueError.
         """
         messages = check_messages(messages)
         text = self.text(messages, add_generation_prompt=add_generation_prompt)
-        outline = self._outlines.of(messages, add_generation_prompt)
+        outline = self._outlines.of(messages, add_generation_prompt, last_turn)
         if require_assistant and outline.fault:
-            raise ValueError(f"{self.name} {outline.fault}; {_REMEDY}")
+            raise ValueError(f"{self.name} {outline.fault}; {self._remedy}")
         texts = fill(outline.pieces, messages, text)
         if texts is None:
-            done = self._encode_rewritten(messages, add_generation_prompt, outline)
+            done, fault = self._encode_rewritten(messages, add_generation_prompt, last_turn)
+            if require_assistant and fault:
+                raise ValueError(f"{self.name} {fault}; {self._remedy}")
         else:
             done = self._encode(outline.pieces, texts, outline.control)
         if require_assistant and (all(done.assistant) or not any(done.assistant)):
             coverage = "every token" if any(done.assistant) else "no token"
             raise ValueError(
                 f"expected some tokens of the assistant, got {coverage} in the assistant mask of "
-                f"{self.name} for roles {[m['role'] for m in messages]}; {_REMEDY}"
+                f"{self.name} for roles {[m['role'] for m in messages]}; {self._remedy}"
             )
         return done
 
@@ -129,29 +136,50 @@ class Renderer:
         """Return the ids of the next prompt, which start with `ids` unchanged.
 
         `ids` are the last prompt and the sampled reply, `messages` the same as a chat. A reply
-        without the template's end of turn is closed first. Raises ValueError if the template would
-        change earlier turns.
+        without the template's end of turn is closed first. Raises ValueError if the template
+        drops a turn or a new message.
         """
         messages = check_messages(messages)
         new_messages = check_messages(new_messages) if new_messages else []
-        chat, last = [*messages, *new_messages], len(messages) - 1
-        outline = self._outlines.of(chat, True)
-        where = next((k for k, p in enumerate(outline.pieces) if p.message == last), 0)
-        before = "".join(p.text for p in outline.pieces[:where])
-        prompt = self._outlines.text(self._outlines.blank(messages[:-1]), True)[0]
-        text = self.text(chat, add_generation_prompt=True)
-        texts = fill(outline.pieces, chat, text)
-        if texts is None or before != prompt:
-            raise ValueError(
-                f"{self.name} rewrites earlier turns: what it writes for turn {len(messages)} "
-                "changes when the chat goes on, so the sampled ids would not match the next "
-                "prompt; set policy.chat_template=chatml, or env.max_turns=1"
-            )
-        pieces, texts = outline.pieces[where + 1 :], texts[where + 1 :]
-        if ids and ids[-1] == self._end:  # the reply is closed: skip the template's end
-            skip = next((k for k, p in enumerate(pieces) if not p.assistant), 0)
-            pieces, texts = pieces[skip:], texts[skip:]
-        return [*ids, *self._encode(pieces, texts, self._outlines.control_of(pieces)).ids]
+        self._outlines.refuse_markup(new_messages)
+        try:
+            stand_in = StandIn.of(self._outlines, messages, new_messages)
+            gap = self._gap(stand_in)
+            start = gap.start_after(ids)
+            pieces, texts, text = stand_in.fill(self._outlines, gap, new_messages, start)
+        except ValueError as error:
+            remedy = f"set env.max_turns=1, or {self._outlines.remedy}"
+            raise ValueError(f"{self.name} cannot go on: it {error}; {remedy}") from error
+        control = self._outlines.control_of(pieces)
+        if texts is not None:
+            return [*ids, *self._encode(pieces, texts, control).ids]
+        new_ids = self._encoder.encode(text)[0]
+        if self._encoder.find_control(new_ids) != control:
+            raise ValueError(f"{self.name} {_REWRITTEN}; {self._outlines.remedy}")
+        return [*ids, *new_ids]
+
+    def _gap(self, stand_in: StandIn) -> Gap:
+        """Return the gap, shared by chats that differ in contents only."""
+        key = f"{stand_in.size}{stand_in.chat}"
+        gap = None if self._outlines.dated else self._gaps.get(key)
+        if gap is None:
+            gap = stand_in.find_gap(self._outlines)
+            if len(self._gaps) >= CACHE_SIZE:
+                self._gaps.clear()
+            self._gaps[key] = gap
+        return gap
+
+    @cached_property
+    def rewrites_turns(self) -> bool:
+        """Whether the template changes an earlier turn in a longer chat, as thinking ones do."""
+        return self._outlines.rewrites_turns()
+
+    @property
+    def _remedy(self) -> str:
+        """Return the remedies for a template that does not fit training data."""
+        switch = re.search(r"\b(enable_thinking|thinking)\b", self.template)
+        switches = f"set policy.chat_template_kwargs.{switch[1]}, or " if switch else ""
+        return f"{switches}{self._outlines.remedy}, or one with {{% generation %}} tags"
 
     def _encode(self, pieces: Sequence[Piece], texts: list[str], control: list[int]) -> Rendered:
         """Encode pieces filled with `texts`; `control` lists the allowed control tokens.
@@ -178,17 +206,16 @@ class Renderer:
         return Rendered(ids, assistant)
 
     def _encode_rewritten(
-        self, messages: Sequence[Message], prompt: bool, outline: Outline
-    ) -> Rendered:
-        """Encode a chat whose contents the template changes; they must not hold control tokens."""
-        text, spans = self._outlines.text(messages, prompt)
+        self, messages: Sequence[Message], prompt: bool, last_turn: bool
+    ) -> tuple[Rendered, str]:
+        """Encode a chat whose contents the template changes; they must not hold control tokens.
+
+        Returns a mask without tokens and its fault where the turns cannot be found.
+        """
+        text, tags = self._outlines.text(messages, prompt)
         ids, offsets = self._encoder.encode(text)
-        fault = "" if self._outlines.tagged else outline.fault
-        if not self._outlines.tagged and not fault:
-            spans, fault = self._outlines.find_turns(messages, text)
-        if self._encoder.find_control(ids) != outline.control:
-            fault = "rewrites contents, and this chat's contents hold the text of control tokens"
-        if fault:
-            raise ValueError(f"{self.name} {fault}; {_REMEDY}")
+        if self._encoder.find_control(ids) != self._outlines.of(messages, prompt).control:
+            raise ValueError(f"{self.name} {_REWRITTEN}; {self._remedy}")
+        spans, fault = self._outlines.find_spans(messages, text, tags, last_turn)
         spans = [close_turn(text, span, self._outlines.ends) for span in spans]
-        return Rendered(ids, mark(offsets, spans, len(text)))
+        return Rendered(ids, mark(offsets, spans, len(text))), fault

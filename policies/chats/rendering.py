@@ -29,7 +29,9 @@ from policies.chats.templates import Template
 SECONDS = 5.0  # of computing for one chat; real templates take milliseconds
 LONGEST = 1 << 20  # characters of a rendered chat that is over ten times as long as its messages
 _RENDERING = threading.Lock()  # threads share the compiled template's tracker of tagged spans
-_CACHE_SIZE = 512
+CACHE_SIZE = 512
+CALL_ID = "call00000"  # of the form that Mistral expects
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 Message = dict[str, Any]
 Span = tuple[int, int]  # [start, end) in characters
 
@@ -172,6 +174,16 @@ def render_template(
     return texts[0], spans[0] if tagged else []
 
 
+def count_same(first: str, second: str) -> int:
+    """Return the number of leading characters that two texts share.
+
+    >>> count_same("abc", "abd")
+    2
+    """
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
 def close_turn(text: str, span: Span, ends: Sequence[str]) -> Span:
     """Make `span` end right after the turn's end-of-turn token, if there is one.
 
@@ -257,14 +269,14 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
     return [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
 
 
-# Keys whose loss is an error.
-WRITTEN = ("tools", "tool_calls", "reasoning_content", "thinking", "reasoning")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+WRITTEN = ("tools", "tool_calls", *THOUGHTS)  # keys whose loss is an error
 
 
 def make_call(name: str, arguments: Any) -> Message:
-    """Return a tool call in OpenAI's form; the id has the form that Mistral expects."""
+    """Return a tool call in OpenAI's form."""
     function = {"name": name, "arguments": arguments}
-    return {"type": "function", "id": "call00000", "function": function}
+    return {"type": "function", "id": CALL_ID, "function": function}
 
 
 def make_schema(name: str) -> Message:
@@ -305,7 +317,7 @@ class Outlines:
         self.template, self.label, self.ends = template.text, template.label, list[str]()
         self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
         self._variables, self._encoder = dict(variables), encoder
-        self._dated = "strftime_now" in self.template
+        self.dated = "strftime_now" in self.template
         self._nonce = secrets.token_hex(16)
         self._known: dict[str, Outline] = {}
         encoder.control |= self.find_markers()
@@ -318,19 +330,22 @@ class Outlines:
         try:
             return render_template(messages, self.template, self._variables, **options)
         except ValueError as error:
-            remedy = "change policy.system_prompt, or set policy.chat_template=chatml"
+            remedy = f"change policy.system_prompt, or {self.remedy}"
             raise ValueError(f"{self.label} {error}; {remedy}") from error
 
-    def of(self, messages: Sequence[Message], prompt: bool) -> Outline:
-        """Return the outline of a chat, shared by chats that differ in contents only."""
+    def of(self, messages: Sequence[Message], prompt: bool, last_turn: bool = False) -> Outline:
+        """Return the outline of a chat, shared by chats that differ in contents only.
+
+        With `last_turn` its assistant mask covers the last turn alone.
+        """
         blank = self.blank(messages)
-        key = f"{prompt}{blank}"
-        outline = None if self._dated else self._known.get(key)
+        key = f"{prompt}{last_turn}{blank}"
+        outline = None if self.dated else self._known.get(key)
         if outline is None:
-            self._refuse_markup(messages)
+            self.refuse_markup(messages)
             self._refuse_unwritten(messages)
-            outline = self._make(blank, prompt)
-            if len(self._known) >= _CACHE_SIZE:
+            outline = self._make(blank, prompt, last_turn)
+            if len(self._known) >= CACHE_SIZE:
                 self._known.clear()
             self._known[key] = outline
         return outline
@@ -341,15 +356,17 @@ class Outlines:
         A message of calls alone stays without content: templates write no line for it.
         """
         silent = [m.get("tool_calls") and not m.get("content") for m in messages]
-        names = ["" if s else f"x{self._nonce}x{i}x" for i, s in enumerate(silent)]
+        names = ["" if s else self.placeholder(str(i)) for i, s in enumerate(silent)]
         return [m | {"content": name} for m, name in zip(messages, names, strict=True)]
 
-    def _make(self, blank: Sequence[Message], prompt: bool) -> Outline:
-        text, spans = self.text(blank, prompt)
+    def placeholder(self, name: str) -> str:
+        """Return an unguessable word."""
+        return f"x{self._nonce}x{name}x"
+
+    def _make(self, blank: Sequence[Message], prompt: bool, last_turn: bool) -> Outline:
+        text, tags = self.text(blank, prompt)
         self._refuse_loss(blank, text)
-        fault = ""
-        if not self.tagged:
-            spans, fault = self.find_turns(blank, text)
+        spans, fault = self.find_spans(blank, text, tags, last_turn)
         names = {m["content"]: m["role"] == "assistant" for m in blank if m["content"]}
         matches = re.finditer("|".join(names), text) if names else ()
         places = [(m.span(), names[m[0]]) for m in matches]
@@ -358,29 +375,68 @@ class Outlines:
             if covered and (not replied or covered != [(a, b)]):
                 fault = "puts other text than the assistant's into its turns"
         if fault:  # mask by definition: content and end of turn
-            spans = [span for span, replied in places if replied]
+            spans = [span for span, replied in places if replied][-1 if last_turn else 0 :]
         contents = [m["content"] for m in blank]
         pieces = cut(text, contents, [close_turn(text, span, self.ends) for span in spans])
         return Outline(pieces, self.control_of(pieces), fault)
 
-    def find_turns(self, messages: Sequence[Message], text: str) -> tuple[list[Span], str]:
+    def find_spans(
+        self, messages: Sequence[Message], text: str, tags: list[Span], last_turn: bool
+    ) -> tuple[list[Span], str]:
+        """Return the spans of the assistant's turns, from tags if the template has them."""
+        if self.tagged and not last_turn:
+            return tags, ""
+        spans, fault = self._find_turns(messages, text, last_turn)
+        return (tags[-1:], "") if fault and self.tagged else (spans, fault)
+
+    def _find_turns(
+        self, messages: Sequence[Message], text: str, last_turn: bool
+    ) -> tuple[list[Span], str]:
         """Return the spans that replies add to their generation prompts, or a fault."""
         spans = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for i in places[-1:] if last_turn else places:
             after = self.text(messages[: i + 1], False)[0].rstrip()
             if i:
                 before = self.text(messages[:i], True)[0]
             else:  # templates expect at least one message
-                before = after.rpartition(message["content"])[0]
-            start, stop = close_turn(after, (len(before), len(after)), self.ends)
+                before = after.rpartition(messages[i]["content"])[0]
             if not after.startswith(before):
                 return [], f"writes turn {i + 1} otherwise than its own generation prompt begins it"
+            stop = self._find_end(messages[: i + 1], after, len(before))
             if not text.startswith(after[:stop]):
                 return [], f"rewrites earlier turns: turn {i + 1} changes when the chat goes on"
-            spans.append((start, stop))
+            spans.append((len(before), stop))
         return spans, ""
+
+    def _find_end(self, messages: Sequence[Message], text: str, start: int) -> int:
+        """Return where the last turn of a text ends; it starts at `start`.
+
+        Some templates close a chat with one more token (Phi-3): the end is the last end-of-turn
+        token that also stands there when the chat goes on.
+        """
+        content = messages[-1]["content"]
+        tail = text.rfind(content, start) + len(content) if content in text[start:] else start
+        if sum(text.count(end, tail) for end in self.ends) > 1:
+            later = [*messages, {"role": "user", "content": "x"}]
+            same = count_same(text, self.text(later, False)[0])
+            ends = [text.rfind(e, tail, same) + len(e) for e in self.ends if e in text[tail:same]]
+            if ends:
+                return max(ends)
+        return close_turn(text, (start, len(text)), self.ends)[1]
+
+    def rewrites_turns(self) -> bool:
+        """Return whether an earlier turn, with a thought or without, changes in a longer chat."""
+        thoughts = [key for key in THOUGHTS if self.writes[key]]
+        for more in ({}, *({key: self.placeholder(key)} for key in thoughts)):
+            chat = [{"role": role} for role in ("user", "assistant", "user")]
+            chat[1] |= more
+            blank = self.blank(chat)
+            alone, longer = (self.text(blank[:n], False)[0].rstrip() for n in (2, 3))
+            start = alone.rfind(self.text(blank[:1], True)[0]) + 1
+            if not longer.startswith(alone[: self._find_end(blank[:2], alone, start)]):
+                return True
+        return False
 
     def find_markers(self) -> frozenset[int]:
         """Return the added tokens that the template writes around the turns of each role.
@@ -418,14 +474,14 @@ class Outlines:
         """Raise if a message has a call, tools or thoughts for which the template has no place."""
         for i, message in enumerate(messages):
             for key in WRITTEN:
-                if message.get(key) and not self._writes[key]:
+                if message.get(key) and not self.writes[key]:
                     raise ValueError(
                         f"message {i}, {key}: {self.label} writes no {key}; set "
                         f"policy.chat_template=<a template that does>, or remove {key} from the row"
                     )
 
     @cached_property
-    def _writes(self) -> dict[str, bool]:
+    def writes(self) -> dict[str, bool]:
         """Return for each key of `WRITTEN` whether the template writes its value."""
         name = f"x{self._nonce}x"
         values = dict[str, Any].fromkeys(WRITTEN, name)
@@ -456,10 +512,10 @@ class Outlines:
             if message["content"] not in text.lower() and not message.get("tool_calls"):
                 raise ValueError(
                     f"{self.label} drops what message {i} ({message['role']}) of a chat with roles "
-                    f"{[m['role'] for m in blank]} says; set policy.chat_template=chatml"
+                    f"{[m['role'] for m in blank]} says; {self.remedy}"
                 )
 
-    def _refuse_markup(self, messages: Sequence[Message]) -> None:
+    def refuse_markup(self, messages: Sequence[Message]) -> None:
         """Raise if a field other than the content has control tokens."""
         for i, message in enumerate(messages):
             other = str({k: v for k, v in message.items() if k != "content"})
@@ -471,6 +527,18 @@ class Outlines:
                 raise ValueError(
                     f"{other[slice(*markers[0])]!r} outside of the content of message {i}"
                 )
+
+    @cached_property
+    def remedy(self) -> str:
+        """Return the remedy for a template that does not fit, in the model's own tokens."""
+        if set(CHATML_TOKENS) <= set(self._encoder.added.values()):
+            return "set policy.chat_template=chatml"
+        return "set policy.chat_template=<another template of this model>"
+
+    def control_spans(self, text: str) -> list[tuple[int, Span]]:
+        """Return the control tokens of a text with their spans, in order."""
+        pairs = zip(*self._encoder.encode(text), strict=True)
+        return [(i, span) for i, span in pairs if i in self._encoder.control]
 
     def control_of(self, pieces: Sequence[Piece]) -> list[int]:
         """Return the control tokens of the template's own text, in order."""

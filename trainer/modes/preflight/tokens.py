@@ -11,6 +11,8 @@ from trainer.transcripts import token_texts
 
 SHOWN = 2  # rows; for rollouts the first of two groups
 WIDTH = 77  # letters of a line
+FIRST, LAST = 8, 4  # ids of a run that are shown
+WRITES_END = "set policy.chat_template=<a template that writes one after a response>"
 
 
 def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> None:
@@ -26,21 +28,21 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
         ids = batch.get(("tokens", "full"))[i, :size].tolist()
         mask = batch.get("loss_mask")[i, :size].tolist()
         findings.say(f"row {i + 1} of {len(batch)}, {sum(mask)} of {size} tokens learnt")
-        for line in table(token_texts(ids, policy.tokenizer), mask):
+        for line in table(ids, token_texts(ids, policy.tokenizer), mask):
             findings.say(line)
     ends = " or ".join(repr(policy.tokenizer.decode([i])) for i in sorted(policy.stop_ids))
     empty, ended = count_ends(batch, policy.stop_ids)
     if empty == len(batch):
         findings.problem(
             "no row has a token to learn; look at after_rollout and at dropped replies, or set "
-            "policy.chat_template=chatml"
+            "policy.chat_template=<a template that writes the response>"
         )
     elif ended:
         findings.say(f"ok: {ended} of {len(batch)} rows end by a learnt {ends}, {empty} are empty")
     else:
         findings.problem(
             "no row ends by an end of turn that is learnt; "
-            + ("raise policy.max_new_tokens" if samples else "set policy.chat_template=chatml"),
+            + ("raise policy.max_new_tokens" if samples else WRITES_END),
             of_replies=samples,
         )
 
@@ -56,12 +58,12 @@ def find_unlearnt_end(loop: Trainer) -> list[str]:
     name = loop.policy.renderer.name
     return [
         f"{name}: no demonstration ends by a learnt end of turn, so the model may not learn to "
-        "stop; set policy.chat_template=<a template that writes one after a response>"
+        f"stop; {WRITES_END}"
     ]
 
 
-def table(texts: list[str], mask: list[bool]) -> list[Text]:
-    """Render a row as lines, one per run of learnt or of unlearnt tokens."""
+def table(ids: list[int], texts: list[str], mask: list[bool]) -> list[Text]:
+    """Render a row as two lines, text and ids, for each run of learnt or of unlearnt tokens."""
     runs = [list(run) for _, run in groupby(range(len(mask)), key=mask.__getitem__)]
     out = [Text(f"{'tokens':>6} {'learnt':<6} text", style="bold")]
     for run in runs:
@@ -70,7 +72,12 @@ def table(texts: list[str], mask: list[bool]) -> list[Text]:
         text = "".join(c if c.isprintable() else " " for c in text)
         half = (WIDTH - len(head) - 3) // 2
         text = text if len(text) <= 2 * half + 3 else f"{text[:half]}...{text[-half:]}"
-        out.append(Text(head + text, style="green" if mask[run[0]] else "dim"))
+        style = "green" if mask[run[0]] else "dim"
+        out.append(Text(head + text, style=style))
+        numbers = [str(i) for i in ids[run[0] : run[-1] + 1]]
+        if len(numbers) > FIRST + LAST:
+            numbers = [*numbers[:FIRST], "...", *numbers[-LAST:]]
+        out.append(Text(f"{'ids':>13} {' '.join(numbers)}", style=style))
     return out
 
 

@@ -1,0 +1,123 @@
+"""Find the text that a template writes between an assistant turn and the next one.
+
+The ids of a chat never change: the next prompt is the ids so far and this text. It is found on a
+*stand-in chat*, whose contents are placeholders, since many templates rewrite earlier turns (they
+drop thoughts, or close the last turn otherwise). There the last assistant turn has tool calls if
+tool results follow, because templates read the tool's name from the call.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from policies.chats.rendering import (
+    CALL_ID,
+    Message,
+    Outlines,
+    Piece,
+    count_same,
+    cut,
+    fill,
+    make_call,
+)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The text from a turn's last content to the next reply, for any contents.
+
+    `start` is the place in `text`, in characters, from which ids without an end of the turn go on;
+    `ends` has the place for ids that end in a token.
+    """
+
+    text: str
+    start: int
+    ends: dict[int, int]
+    contents: list[str]  # placeholders, by message
+
+    def start_after(self, ids: Sequence[int]) -> int:
+        """Return the place in `text` from which `ids` go on."""
+        return self.ends.get(ids[-1], self.start) if ids else self.start
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A chat of placeholders; `size` messages are before the gap, `anchor` is their last word."""
+
+    chat: list[Message]
+    size: int
+    anchor: str
+
+    @classmethod
+    def of(
+        cls, outlines: Outlines, messages: Sequence[Message], new: Sequence[Message]
+    ) -> "StandIn":
+        """Return the stand-in for `messages` and `new` ones."""
+        chat = [dict(message) for message in (*messages, *new)]
+        anchor = outlines.placeholder("end")
+        for i, message in enumerate(chat):
+            if message["role"] == "assistant":
+                results = list(takewhile(lambda m: m["role"] == "tool", chat[i + 1 :]))
+                calls = _calls(results, anchor) if outlines.writes["tool_calls"] else []
+                chat[i] = {"role": "assistant", "content": ""}
+                chat[i] |= {"tool_calls": calls} if calls else {}
+        blank = outlines.blank(chat)
+        last = blank[len(messages) - 1]
+        return cls(blank, len(messages), anchor if last.get("tool_calls") else last["content"])
+
+    def find_gap(self, outlines: Outlines) -> Gap:
+        """Return the gap; ValueError if the template drops the turn or a new message."""
+        alone = outlines.text(self.chat[: self.size], False)[0]
+        before, after = self._after(alone), self._after(outlines.text(self.chat, True)[0])
+        if before is None or after is None:
+            raise ValueError(f"drops turn {self.size} (assistant) when the chat goes on")
+        for i, message in enumerate(self.chat[self.size :], self.size):
+            if message["content"].lower() not in after.lower():
+                raise ValueError(f"drops message {i} ({message['role']})")
+        closings, following = outlines.control_spans(before), outlines.control_spans(after)
+        same = count_same(before.rstrip(), after)
+        same = next((start for _, (start, stop) in following if start < same < stop), same)
+        contents = [message["content"] for message in self.chat]
+        called = bool(self.chat[self.size - 1].get("tool_calls"))  # their markup is in the text
+        closing = []
+        for token, span in reversed([pair for pair in following if pair[1][1] <= same]):
+            if after[span[1] : closing[-1][1][0] if closing else same].strip():
+                break
+            closing.append((token, span))
+        if closing:
+            start = closing[0][1][0] if called else 0
+            return Gap(after, start, {i: span[1] for i, span in reversed(closing)}, contents)
+        # The next role's token ends the turn (GLM), or a chat's last turn ends otherwise (gpt-oss)
+        start = same if called else 0
+        opening = next((pair for pair in following if pair[1][1] > same), None)
+        if opening is None:
+            return Gap(after, start, {}, contents)
+        tokens = [opening[0], *(i for i, span in closings if span[1] > same)]
+        return Gap(after, start, dict.fromkeys(tokens, opening[1][1]), contents)
+
+    def fill(
+        self, outlines: Outlines, gap: Gap, new: Sequence[Message], start: int
+    ) -> tuple[list[Piece], list[str] | None, str]:
+        """Return the gap from `start` on with the contents of `new`: pieces, texts, full text.
+
+        The texts are None where the template changes contents.
+        """
+        chat = [*self.chat[: self.size], *new]
+        text = self._after(outlines.text(chat, True)[0]) or ""
+        if text[:start] != gap.text[:start]:
+            raise ValueError(f"ends turn {self.size} otherwise for other messages after it")
+        pieces = cut(gap.text[start:], gap.contents, [])
+        return pieces, fill(pieces, chat, text[start:]), text[start:]
+
+    def _after(self, text: str) -> str | None:
+        """Return the text after the last anchor, which a template may write in capitals."""
+        places = [match.end() for match in re.finditer(self.anchor, text, re.IGNORECASE)]
+        return text[places[-1] :] if places else None
+
+
+def _calls(results: Sequence[Message], anchor: str) -> list[Message]:
+    """Return the tool calls that the results answer."""
+    calls = [make_call(result.get("name", "tool"), {"x": anchor}) for result in results]
+    ids = [result.get("tool_call_id", CALL_ID) for result in results]
+    return [call | {"id": call_id} for call, call_id in zip(calls, ids, strict=True)]
