@@ -103,7 +103,7 @@ def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str
     if rows is None:
         return []
     if isinstance(rows, str | Path | Mapping):
-        remedy = 'for a file give datasets.load_dataset("json", data_files=...)["train"]'
+        remedy = 'for a file or a hub id give envs.data.load_table("my.jsonl").rows'
         raise ValueError(
             f"expected {key} to be a list of rows, got a {type(rows).__name__}; {remedy}"
         )
@@ -112,7 +112,7 @@ def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str
     write_text(path, "".join(json.dumps(row) + "\n" for row in records))
     words = [f"env.{key}={quoted(str(path))}"]
     named = [name for name in ("prompt", "question", "messages") if records and name in records[0]]
-    if key == "dataset" and named[:1] not in ([], ["messages" if shown else "prompt"]):
+    if key == "dataset" and not shown and named[:1] not in ([], ["prompt"]):
         words.append(f"env.columns.question={named[0]}")
     return words
 

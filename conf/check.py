@@ -243,7 +243,7 @@ def _data_sets(node: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(value, dict):
             yield from _data_sets(value)
         elif key in ("dataset", "eval_dataset") and value:
-            yield value
+            yield from [value] if isinstance(value, str) else value
 
 
 @lru_cache(maxsize=8)  # for the jobs of a sweep; errors are not cached

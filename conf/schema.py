@@ -47,6 +47,9 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "to be 0": lambda x: x == 0,
     "to be of 64 bits": lambda x: -(2**63) <= x < 2**63,
     "to be two numbers from 0 to below 1": lambda x: len(x) == 2 and all(0 <= b < 1 for b in x),
+    "to be a text or a list of texts": lambda x: (
+        isinstance(x, str) or (isinstance(x, list) and all(isinstance(each, str) for each in x))
+    ),
     "to be all or a whole number": lambda x: bool(re.fullmatch(r"all|\d+", x)),
     "to be http://<host>:<port>": lambda x: bool(re.fullmatch(r"https?://\S+", x)),
 }

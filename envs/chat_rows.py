@@ -1,283 +1,226 @@
-"""Load the chats of a data set: prompts, right replies, and the held-out rows.
+"""Load the chats of a data set: prompts, right responses, and the held-out rows.
 
-Of a message the keys of `KEYS` are kept for the template; `weight` and `train` say whether an
-assistant message is learnt. Columns and keys that nothing reads are in "unused" of a row.
+envs/shapes.py says which columns have them, envs/chat_cells.py reads their messages.
 """
 
 import json
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from envs.data import KINDS, ROLES, LazyRows, Message, Table, is_file, load_table
+from envs.chat_cells import Cells, text_of
+from envs.data import KINDS, LazyRows, Message, Row, Table, cell_of, is_file, load_table
+from envs.shapes import SYSTEM, Shape, find_shape
 
-ELSEWHERE = {"question": ("prompt",), "answer": ("completion", "chosen")}  # TRL's names
-BARE = "; bare texts are prompts: env=prompts env.columns.question=text, with a reward"
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-KEYS = ("tool_calls", "tool_call_id", "name", *THOUGHTS)
-LEARNT = ("weight", "train")  # OpenAI's key, and axolotl's
 EVAL_SHARE, EVAL_ROWS = 0.1, 200  # size of the split without eval data, at most
 
 
+@dataclass
+class Origin:
+    """What a run says of the rows of a data set: their shapes, and what no chat has of them."""
+
+    shapes: dict[str, int] = field(default_factory=dict)  # rows of each
+    unused: dict[str, None] = field(default_factory=dict)  # columns, and keys of messages
+    left_out: int = 0  # pairs
+
+    def describe(self, readers: str = "") -> str:
+        """Return one line; `readers`: who reads the unused columns."""
+        parts = [", ".join(f"{count:,} rows of {shape}" for shape, count in self.shapes.items())]
+        if self.left_out:
+            parts.append(f"left out {self.left_out:,} pairs (equal responses or two prompts)")
+        if self.unused:
+            parts.append(f"columns not used{readers}: {', '.join(self.unused)}")
+        return f"data: {'; '.join(parts)}"
+
+
 def load_chats(
-    dataset: str | None,
+    dataset: str | Sequence[str] | None,
     *,
-    eval_dataset: str | None = None,
+    eval_dataset: str | Sequence[str] | None = None,
     columns: Mapping[str, str | None] | None = None,
     split: str = "train",
     eval_split: str | None = None,
     seed: int = 0,
     answers: bool = True,
     rejected: bool = False,
-) -> dict[str, Sequence[dict[str, Any]]]:
-    """Return the checked "train" and "eval" rows of a data set.
+) -> dict[str, Sequence[Row]]:
+    """Return the checked "train" and "eval" rows of a data set, or of several in their order.
 
-    A row has "messages" (the prompt), "answer" (the last reply), "index", "columns": all its
-    cells by column name, None where the file has none, and "unused": the columns (and keys of
-    messages) that are in neither prompt nor answer. If there are any: "tools", "reply" (what the
-    last reply has beside its text), and "unlearnt": the indices of messages with a weight of 0.
+    A row has "messages" (the prompt), "answer" (the text of the response), "index", "columns": all
+    its cells by column name, None where the file has none, and "origin", an `Origin`. If there are
+    any: "question" (the cell of the prompt), "tools", "reply" (what the response has beside its
+    text), and "unlearnt": the indices of messages with a weight of 0.
 
-    Uses the column `messages` if it exists, else `question` and `answer`, each a text or messages
-    ("question" then has the unchanged cell), else TRL's prompt and completion (or chosen);
-    `columns` renames the first three. Without `answers` an answer is read only if `columns` names
-    it. `rejected`: rows also have the response of the column "rejected". Eval rows:
-    `eval_dataset`, else `eval_split` of a hub data set, else a seeded tenth of the data
-    (`split_off`); a file has no splits.
+    `columns` names the column "messages" (whole chats), or "question" and "answer"; without it the
+    shape is found (`find_shape`). Without `answers` an answer is read only if `columns` names it.
+    `rejected`: rows also have the response of the column "rejected"; pairs with equal responses
+    are left out. Eval rows: `eval_dataset`, else `eval_split` of a hub data set, else a seeded
+    tenth of the data (`split_off`); a file has no splits.
     """
-    if not dataset:
+    names = {name: column for name, column in (columns or {}).items() if column is not None}
+    reader = _Reader(names, answers=answers or "answer" in names, rejected=rejected)
+    sets, held_out = _listed(dataset), _listed(eval_dataset)
+    if not sets:
         raise ValueError(
             f"env.dataset: expected a file ({', '.join(KINDS)}) or a hub id, got none; give one "
             "with env.dataset=/path/to/it"
         )
-    names = {name: column for name, column in (columns or {}).items() if column is not None}
-    tables = {"train": load_table(dataset, split=split)}
-    if eval_dataset or (eval_split and not is_file(dataset)):
-        tables["eval"] = load_table(eval_dataset or dataset, split=eval_split or split)
-    chats = {name: _chats(table, names, answers) for name, table in tables.items()}
-    if rejected:
-        chats = {name: _with_rejected(tables[name], rows) for name, rows in chats.items()}
-    if "eval" in chats:
-        return chats
-    rows = chats["train"]
-    parts = split_off((json.dumps(row["messages"]) for row in rows), seed=seed)
+    if split != "train" and any(map(is_file, sets)):
+        remedy = "give the file of that split as env.dataset, without env.split"
+        raise ValueError(f"env.split={split}: expected a hub data set, got a file; {remedy}")
+    if not held_out and eval_split:
+        held_out = [name for name in sets if not is_file(name)]
+    rows, keys = reader.load(sets, split)
+    if held_out:
+        return {"train": rows, "eval": reader.load(held_out, eval_split or split)[0]}
+    parts = split_off(keys, seed=seed)
     listed = isinstance(rows, list)
     splits = ([rows[i] for i in p] if listed else LazyRows(rows.__getitem__, p) for p in parts)
     return dict(zip(("train", "eval"), splits, strict=True))
 
 
-def _chats(table: Table, names: Mapping[str, str], answers: bool) -> Sequence[dict[str, Any]]:
-    """Return prompt and answer of each row of a table."""
-    column, wants_answer = names.get("messages", "messages"), "answer" in names
-    by_question = "question" in names or wants_answer
-    if "messages" in names or (column in table.columns and not by_question):
-        cells = Cells(table, [table.require("messages", column)])
-        return table.each(lambda index: _chat(cells, index, column))
-    names = {**_of_trl(table), **names}
-    question = table.require(
-        "question", names.get("question", "question"), BARE * (table.columns == ["text"])
-    )
-    answer = None
-    if answers or wants_answer:
-        alone = f"; without answers: env=prompts env.columns.question={question}, with a reward"
-        answer = table.require("answer", names.get("answer", "answer"), alone)
-    cells = Cells(table, [question] if answer is None else [question, answer])
-
-    def read(index: int) -> dict[str, Any]:
-        prompt = cells.turns(index, question, "user", "tool")
-        if answer is None:
-            return cells.row(index, prompt) | {"question": table.rows[index][question]}
-        turns = cells.turns(index, answer, "assistant")
-        chat = cells.joined(index, answer, prompt, turns)
-        out = cells.row(index, chat[:-1], reply=chat[-1])
-        return out | {"question": table.rows[index][question]}
-
-    return table.each(read)
+def _listed(dataset: str | Sequence[str] | None) -> list[str]:
+    names = [dataset] if isinstance(dataset, str) else [*(dataset or [])]
+    return [str(name) for name in names]
 
 
 @dataclass(frozen=True)
-class Cells:
-    """Read the chats in the cells of a table; `read` are the columns with chats."""
+class _Reader:
+    """Read data sets; the arguments of `load_chats`."""
 
-    table: Table
-    read: list[str]
-    unused: list[str] = field(default_factory=list)  # other columns, and unknown keys of messages
+    names: Mapping[str, str]
+    answers: bool
+    rejected: bool
 
-    def __post_init__(self) -> None:
-        read = (*self.read, "tools")
-        self.unused.extend(name for name in self.table.columns if name not in read)
+    def load(self, sets: Sequence[str], split: str) -> tuple[Sequence[Row], list[bytes]]:
+        """Return the rows of data sets, and a key of each row's prompt, equal for equal prompts.
 
-    def row(
-        self, index: int, prompt: list[Message], *, reply: Message | None = None
-    ) -> dict[str, Any]:
-        """Return a row of a prompt and its reply."""
-        cells, chat = self.table.rows[index], prompt if reply is None else [*prompt, reply]
-        off = [i for i, message in enumerate(chat) if not message.get("weight", 1)]
-        chat = [{k: v for k, v in message.items() if k != "weight"} for message in chat]
-        out: dict[str, Any] = {"index": index, "messages": chat[: len(prompt)]}
-        out |= {"columns": cells, "unused": self.unused}
-        if tools := self._tools(index, cells.get("tools")):
-            out["tools"] = tools
-        if off:
+        Rows made on access are checked now and made again.
+        """
+        origin, keys = Origin(), list[bytes]()
+        parts: list[Sequence[Row]] = []
+        for name in sets:
+            table = load_table(name, split=split)
+            shape = find_shape(table, self.names, answers=self.answers, rejected=self.rejected)
+            make = _Rows(table, shape, origin, rejected=self.rejected, several=len(sets) > 1)
+            listed, indices = list[Row](), list[int]()
+            for index in range(len(table.rows)):
+                row = make(index)
+                if row is None:
+                    origin.left_out += 1
+                    continue
+                indices.append(index)
+                keys.append(_digest(json.dumps(row["messages"])))
+                if isinstance(table.rows, list):
+                    listed.append(row)
+            if not indices:
+                raise ValueError(f"{name}: expected different responses to a prompt, got none")
+            label = f"{shape.name} ({', '.join(make.columns)})"
+            origin.shapes[label] = origin.shapes.get(label, 0) + len(indices)
+            parts.append(listed or LazyRows(make, indices))
+        return _joined(parts), keys
+
+
+def _joined(parts: list[Sequence[Row]]) -> Sequence[Row]:
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(part, list) for part in parts):
+        return [row for part in parts for row in part]
+    places = [(part, index) for part in parts for index in range(len(part))]
+    return LazyRows(lambda place: place[0][place[1]], places)
+
+
+class _Rows:
+    """Make the rows of a table in a shape; None for a pair that compares nothing."""
+
+    def __init__(
+        self, table: Table, shape: Shape, origin: Origin, *, rejected: bool, several: bool
+    ) -> None:
+        self.table, self.shape, self.origin = table, shape, origin
+        self.rejected, self.several = rejected, several
+        self.cells = Cells(table, origin.unused)
+        self.columns = [*shape.reads(table), *(["rejected"] if rejected else [])]
+        self.system = [name for name in SYSTEM if name in self.columns]
+        read = {name.partition(".")[0] for name in self.columns} | {*self.columns, "tools"}
+        origin.unused.update((name, None) for name in table.columns if name not in read)
+
+    def __call__(self, index: int) -> Row | None:
+        """Return a row; ValueError with its index and column if it is malformed."""
+        cells = self.table.rows[index]
+        row = self.shape.convert(cells)
+        out: Row = {"index": index, "columns": cells, "origin": self.origin}
+        if self.several:
+            out["index"] = f"{index} of {self.table.name}"
+        if self.shape.prompt is not None:
+            out["question"] = cell_of(row, self.shape.prompt)
+        chat = self._chat(index, row, self.shape.response)
+        if self.rejected:
+            worse = self._chat(index, row, "rejected")
+            if [*map(text_of, chat[:-1])] != [*map(text_of, worse[:-1])]:
+                return None
+            if text_of(chat[-1]) == text_of(worse[-1]):
+                return None
+            for last in chat[-1], worse[-1]:
+                if last.keys() - {"role", "content", "weight"}:
+                    raise self.table.error(index, "rejected", "a text without calls", last)
+            out["rejected"] = worse[-1]["content"]
+        self._add_system(index, row, chat)
+        if off := [place for place, message in enumerate(chat) if "weight" in message]:
             out["unlearnt"] = off
-        if reply is None:
-            return out
-        more = {k: v for k, v in chat[-1].items() if k not in ("role", "content")}
-        return out | {"answer": reply["content"]} | ({"reply": more} if more else {})
+            for place in off:
+                del chat[place]["weight"]
+        if row.get("tools"):
+            self._add_tools(index, row, chat, out)
+        if self.shape.response is not None:
+            last = chat.pop()
+            out["answer"] = last["content"]
+            if more := {k: v for k, v in last.items() if k not in ("role", "content")}:
+                out["reply"] = more
+        return out | {"messages": chat}
 
-    def messages(self, index: int, column: str) -> list[Message]:
-        """Return the chat of a cell; ValueError if the cell is not a list of messages."""
-        value = self.table.rows[index].get(column)
-        if not isinstance(value, list) or not value:
-            raise self.table.error(index, column, "a list of messages", value)
-        return [self._message(index, f"{column}[{i}]", m) for i, m in enumerate(value)]
+    def _chat(self, index: int, row: Row, response: str | None) -> list[Message]:
+        """Return the prompt of a row, with a response if its column is given."""
+        cells, prompt = self.cells, self.shape.prompt
+        if prompt is None:
+            assert response is not None
+            return cells.chat(index, response, cell_of(row, response))
+        messages = cells.prompt(index, prompt, cell_of(row, prompt))
+        if response is None:
+            return messages
+        return cells.response(index, response, cell_of(row, response), prompt=messages)
 
-    def turns(self, index: int, column: str, role: str, *roles: str) -> list[Message]:
-        """Return a cell as messages: a text gets `role`, a chat must end with one of the roles."""
-        value = self.table.rows[index].get(column)
-        if role == "assistant" and isinstance(value, (int, float)):  # an answer such as 42
-            value = json.dumps(value)
-        if not isinstance(value, list):
-            if not isinstance(value, str) or not value.strip():
-                raise self.table.error(index, column, "a text or a list of messages", value)
-            return [{"role": role, "content": value}]
-        messages = self.messages(index, column)
-        if messages[-1]["role"] not in (role, *roles) or _is_empty(messages[-1]):
-            got = [m["role"] for m in messages]
-            raise self.table.error(index, column, f"a text of the {role} as the last message", got)
-        return messages
+    def _add_system(self, index: int, row: Row, chat: list[Message]) -> None:
+        """Insert the text of a system column, unless the chat has a system message."""
+        for name in self.system:
+            text = row[name]
+            if text and not isinstance(text, str):
+                raise self.table.error(index, name, "a text", text)
+            if text and chat[0]["role"] != "system":
+                chat.insert(0, {"role": "system", "content": text})
 
-    def joined(
-        self, index: int, column: str, prompt: list[Message], turns: list[Message]
-    ) -> list[Message]:
-        """Return prompt and answer as a chat; an answer may be the whole chat, prompt included."""
-        if turns[0]["role"] not in ("system", "user"):
-            return [*prompt, *turns]
-        texts = [_key(message) for message in turns[:-1]]
-        if not all(_key(message) in texts for message in prompt):
-            expected = "a response alone, or the chat of the prompt and a response"
-            raise self.table.error(index, column, expected, [m["role"] for m in turns])
-        return turns
-
-    def _message(self, index: int, where: str, message: Any) -> Message:
-        """Return a message with the keys that templates read, and its weight if that is 0."""
-        if not isinstance(message, Mapping):
-            raise self.table.error(index, where, "a dict with role and content", message)
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise self.table.error(index, f"{where}.role", " | ".join(ROLES), role)
-        if content is None and message.get("tool_calls"):
-            content = ""
-        if not isinstance(content, str):
-            raise self.table.error(index, f"{where}.content", "a text", content)
-        more = {key: message[key] for key in KEYS if message.get(key)}
-        if "tool_calls" in more:
-            more["tool_calls"] = self._calls(index, where, more["tool_calls"])
-        known = ("role", "content", *KEYS, *LEARNT)
-        names = [f"{where.partition('[')[0]}[].{k}" for k in message if k not in known]
-        self.unused.extend(name for name in names if name not in self.unused)
-        weights = [message[key] for key in LEARNT if message.get(key) is not None]
-        if any(weight not in (0, 1) for weight in weights):
-            raise self.table.error(index, f"{where}.weight", "0 or 1", weights[0])
-        off = role == "assistant" and not all(weights)
-        return {"role": role, "content": content} | more | ({"weight": 0} if off else {})
-
-    def _calls(self, index: int, where: str, calls: Any) -> list[Message]:
-        """Return tool calls in OpenAI's form, their arguments as a dict or its JSON."""
-        out = []
-        for call in calls if isinstance(calls, list) else [calls]:
-            function = call.get("function", call) if isinstance(call, Mapping) else None
-            try:
-                arguments = without_none(function["arguments"] or {})
-                dict(json.loads(arguments) if isinstance(arguments, str) else arguments)
-                name = {"name": function["name"], "arguments": arguments}
-            except (TypeError, KeyError, ValueError):
-                form = "calls as {function: {name, arguments (JSON)}}"
-                raise self.table.error(index, f"{where}.tool_calls", form, calls) from None
-            call_id = {"id": call["id"]} if call.get("id") else {}
-            out.append({**call_id, "type": "function", "function": name})
-        return out
-
-    def _tools(self, index: int, value: Any) -> list[Message]:
-        """Return the schemas of a row's tools: a list, or its JSON."""
-        try:
-            tools = json.loads(value) if isinstance(value, str) and value else value or []
-        except ValueError:
-            tools = None
-        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-            raise self.table.error(index, "tools", "a list of schemas of functions", value)
-        return without_none(tools)
+    def _add_tools(self, index: int, row: Row, chat: list[Message], out: Row) -> None:
+        """Add the schemas of a row's tools, unless its system message has them (as in Hermes)."""
+        tools = self.cells.tools(index, row["tools"])
+        if tools and not (chat[0]["role"] == "system" and "<tools>" in chat[0]["content"]):
+            out["tools"] = tools
 
 
-def without_none(value: Any) -> Any:
-    """Return a value without the keys that a table adds: each row has those of all rows, as None.
-
-    >>> without_none([{"a": 1, "b": None, "c": {"d": None}}])
-    [{'a': 1, 'c': {}}]
-    """
-    if isinstance(value, Mapping):
-        return {k: without_none(v) for k, v in value.items() if v is not None}
-    return [without_none(v) for v in value] if isinstance(value, list) else value
+def _digest(prompt: str) -> bytes:
+    return blake2b(prompt.encode(), digest_size=8).digest()
 
 
-def _key(message: Message) -> tuple[str, str]:
-    return message["role"], message["content"].strip()
-
-
-def _is_empty(message: Message) -> bool:
-    return not message["content"].strip() and not message.get("tool_calls")
-
-
-def _with_rejected(table: Table, rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return rows with the response of the column "rejected" to the same prompt."""
-    cells = Cells(table, ["rejected"])
-
-    def read(index: int) -> dict[str, Any]:
-        row = rows[index]
-        turns = cells.turns(index, "rejected", "assistant")
-        chat = cells.joined(index, "rejected", row["messages"], turns)
-        out = cells.row(index, chat[:-1], reply=chat[-1])
-        if "reply" in row or "reply" in out or len(chat) != len(row["messages"]) + 1:
-            raise table.error(index, "rejected", "two texts in reply to one prompt", turns)
-        unused = [name for name in row["unused"] if name in cells.unused]
-        return {**row, "rejected": out["answer"], "unused": unused}
-
-    return table.each(read)
-
-
-def _of_trl(table: Table) -> dict[str, str]:
-    """Return TRL's columns of a table, by leash's names."""
-    return {
-        name: next(other for other in others if other in table.columns)
-        for name, others in ELSEWHERE.items()
-        if name not in table.columns and not set(others).isdisjoint(table.columns)
-    }
-
-
-def _chat(cells: Cells, index: int, column: str) -> dict[str, Any]:
-    """Return prompt and answer of a row that holds a full chat."""
-    messages = cells.messages(index, column)
-    last = messages[-1]
-    if last["role"] != "assistant" or _is_empty(last) or len(messages) < 2:
-        expected = "a prompt and then a reply of the assistant as the last message"
-        if last["role"] == "user":
-            expected += f", or for prompts alone env.columns.question={column}"
-        raise cells.table.error(index, column, expected, [m["role"] for m in messages])
-    return cells.row(index, messages[:-1], reply=last)
-
-
-def split_off(prompts: Iterable[str], *, seed: int = 0) -> tuple[list[int], list[int]]:
+def split_off(keys: Sequence[Any], *, seed: int = 0) -> tuple[list[int], list[int]]:
     """Return the indices of train and eval rows for data without an eval split.
 
-    A tenth of the distinct prompts, at most 200, goes to eval; equal prompts stay together.
+    A tenth of the distinct keys of prompts, at most 200, goes to eval; equal ones stay together.
 
     >>> train, held_out = split_off(["a", "b", "a", "c"])
     >>> len({"abac"[i] for i in held_out}), sorted([*train, *held_out])
     (1, [0, 1, 2, 3])
     """
-    hashes = [blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts]
-    distinct = list(dict.fromkeys(hashes))
+    distinct = list(dict.fromkeys(keys))
     if len(distinct) < 2:
         raise ValueError(
             f"expected at least 2 different prompts to split eval rows off, got {len(distinct)}; "
@@ -286,6 +229,6 @@ def split_off(prompts: Iterable[str], *, seed: int = 0) -> tuple[list[int], list
     count = min(max(1, int(len(distinct) * EVAL_SHARE)), EVAL_ROWS)
     chosen = set(random.Random(seed).sample(distinct, count))
     train, held_out = list[int](), list[int]()
-    for index, key in enumerate(hashes):
+    for index, key in enumerate(keys):
         (held_out if key in chosen else train).append(index)
     return train, held_out

@@ -4,14 +4,14 @@ A data set is a file (envs/data_files.py), a pattern with * for several files, a
 of `datasets` (save_to_disk), or a hub id: "openai/gsm8k", or "openai/gsm8k:main" with a subset.
 An error names row, column, the expected and the actual value. Small data sets are lists; above
 `LARGE` bytes rows are made on access: those of files from memory, the others from the cache of
-`datasets`. chat_rows.py turns rows into chats.
+`datasets`. shapes.py and chat_rows.py turn rows into chats.
 """
 
 import logging
 import pickle
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,9 @@ from typing import Any
 from envs.data_files import KINDS, kind_of, read_files, refuse_deep_rows
 from policies.cache import sha256_of_path
 
+Row = dict[str, Any]
 Message = dict[str, Any]
 
-ROLES = ("system", "user", "assistant", "tool")
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name or name; :subset is optional
 LARGE = 32 << 20  # bytes; rows of larger data sets are made on access
 EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # of paths: my.data, x/y.txt
@@ -63,23 +63,18 @@ class Table:
     columns: list[str]
     rows: Sequence[dict[str, Any]]
 
+    def has(self, column: str) -> bool:
+        """Return whether the table has a column, or the column of a nested one."""
+        return column in self.columns or column.partition(".")[0] in self.columns
+
     def require(self, key: str, column: str, hint: str = "") -> str:
         """Return `column`, the value of env.columns.<key>; ValueError if the table lacks it."""
-        if column not in self.columns:
+        if not self.has(column):
             raise ValueError(
                 f"{self.name}: expected a column {column!r}, got {', '.join(self.columns)}; set "
                 f"env.columns.{key}=<column>{hint}"
             )
         return column
-
-    def each(self, read: Callable[[int], dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """Apply `read` to each index. Rows made on access are checked now and made again."""
-        indices = range(len(self.rows))
-        if isinstance(self.rows, list):
-            return [read(index) for index in indices]
-        for index in indices:
-            read(index)
-        return LazyRows(read, indices)
 
     def text(self, index: int, column: str) -> str:
         """Return the text of a cell; ValueError if the cell is not a nonempty text."""
@@ -95,6 +90,18 @@ class Table:
             f"({type(got).__name__}); correct or remove the row, or select another column "
             "with env.columns.question, env.columns.answer or env.columns.messages"
         )
+
+
+def cell_of(row: Row, column: str) -> Any:
+    """Return the cell of a column, or the key of a cell; None if the row has none.
+
+    >>> cell_of({"reward_model": {"ground_truth": "72"}}, "reward_model.ground_truth")
+    '72'
+    """
+    if column in row:
+        return row[column]
+    name, _, key = column.partition(".")
+    return cell_of(row[name], key) if key and isinstance(row.get(name), Mapping) else None
 
 
 def is_file(dataset: str) -> bool:

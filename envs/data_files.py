@@ -27,6 +27,7 @@ DEEPEST = 100  # levels of lists and objects in a row, as in Parquet
 QUIET = 10  # seconds of reading without a line
 LONGEST = 2**31 - 1  # characters of a .csv cell; Python's default is 131072
 JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+DECODER = json.JSONDecoder()
 NOT_BLANK = re.compile(r"\S")
 Row = tuple[str, Any]  # place in the file, value
 
@@ -93,9 +94,9 @@ def _read_json(path: Path) -> Iterator[Row]:
     if len(first) == 1:
         document = first[0][1]
         if isinstance(document, dict):
-            lists = [value for value in document.values() if _are_objects(value)]
-            if len(lists) == 1 and "role" not in lists[0][0]:  # messages make it a row
-                document = lists[0]
+            lists = [name for name, value in document.items() if _are_objects(value)]
+            if len(lists) == 1 and not _is_in_a_row(lists[0], document[lists[0]][0]):
+                document = document[lists[0]]
         if isinstance(document, list):
             return ((f"row {index}", row) for index, row in enumerate(document))
     return chain(first, values)
@@ -105,14 +106,19 @@ def _are_objects(value: Any) -> bool:
     return isinstance(value, list) and value != [] and all(isinstance(v, dict) for v in value)
 
 
+def _is_in_a_row(name: str, first: dict[str, Any]) -> bool:
+    """Return whether a list of objects, by its name and first object, has messages or tools."""
+    return name == "tools" or "role" in first or {"from", "value"} <= first.keys()
+
+
 def _values(path: Path, line: int, text: str) -> Iterator[Row]:
     """Yield the JSON values of a text that begins at a line of the file."""
-    decoder, end = json.JSONDecoder(), 0
+    end = 0
     start = _skip_blanks(text, 0)
     while start < len(text):
         line += text.count("\n", end, start)
         try:
-            value, end = decoder.raw_decode(text, start)
+            value, end = DECODER.raw_decode(text, start)
             if "\\ud" in text[start:end].lower():
                 json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
         except ValueError as error:

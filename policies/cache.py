@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,15 +62,27 @@ def sha256_of_inputs(node: Any, path: str = "") -> dict[str, str]:
     children = node.items() if isinstance(node, dict) else enumerate(node)
     for name, value in children:
         key = f"{path}.{name}" if path else str(name)
-        if isinstance(value, dict | list):
+        if name in INPUTS and (files := _files_of(value)):
+            texts = TEXTS if key == "policy.model" else None
+            each = [sha256_of_path(file, texts) for file in files]
+            out[key] = each[0] if len(each) == 1 else sha256_of_texts(each)
+        elif isinstance(value, dict | list):
             out |= sha256_of_inputs(value, key)
         elif name == "_target_" and not value.startswith(("policies.", "envs.", "trainer.")):
             spec = find_spec(value.rpartition(".")[0])
             if spec and spec.origin and Path(spec.origin).is_file():
                 out[key] = sha256_file(Path(spec.origin))
-        elif name in INPUTS and os.path.exists(at := os.path.expanduser(str(value))):
-            out[key] = sha256_of_path(Path(at), TEXTS if key == "policy.model" else None)
     return out
+
+
+def _files_of(value: Any) -> list[Path]:
+    """Return the files and folders that a value names: a path, a pattern with *, or several."""
+    files = []
+    for name in value if isinstance(value, list) else [value]:
+        path = os.path.expanduser(str(name))
+        is_pattern = "*" in path and not os.path.exists(path)
+        files += sorted(glob(path, recursive=True)) if is_pattern else [path]
+    return [Path(file) for file in files if os.path.exists(file)]
 
 
 def sha256_of_path(path: Path, suffixes: Sequence[str] | None = None) -> str:
@@ -78,8 +91,12 @@ def sha256_of_path(path: Path, suffixes: Sequence[str] | None = None) -> str:
         return sha256_file(path)
     files = sorted(p for p in path.rglob("*") if p.is_file())
     files = [p for p in files if suffixes is None or p.suffix in suffixes]
-    each = [f"{p.relative_to(path)} {sha256_file(p)}" for p in files]
-    return hashlib.sha256("\n".join(each).encode()).hexdigest()
+    return sha256_of_texts([f"{p.relative_to(path)} {sha256_file(p)}" for p in files])
+
+
+def sha256_of_texts(texts: Sequence[str]) -> str:
+    """Return the sha256 of lines."""
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 def build_once(

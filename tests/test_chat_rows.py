@@ -146,7 +146,7 @@ def test_preferences_are_texts_or_chats(tmp_path):
         path = write(tmp_path / "d.jsonl", row | {"chosen": chosen, "rejected": rejected, "n": 1})
         (pair,) = Preferences(path, eval_dataset=path).preferences()
         assert (pair["messages"], pair["chosen"], pair["rejected"]) == ([ASK], "18 C", "5")
-        assert pair["unused"] == ["n"]
+        assert list(pair["origin"].unused) == ["n"]
 
 
 ALPACA = {"instruction": "Sort.", "input": "21", "output": "12", "system": "s"}

@@ -80,6 +80,19 @@ def test_values_are_those_of_json(tmp_path, form):
         assert repr(load_table(str(path)).rows) == repr(expected)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, SAID]},
+        {"id": 1, "conversations": [{"from": "human", "value": "a"}]},
+        {"query": "a", "tools": [{"name": "f"}], "answers": "[]"},
+    ],
+)
+def test_a_json_file_of_one_row_is_that_row(tmp_path, row):
+    (tmp_path / "d.json").write_text(json.dumps(row))
+    assert load_table(str(tmp_path / "d.json")).rows == [row]
+
+
 def test_cells_that_datasets_wrote_into_a_parquet_as_json_are_values(tmp_path):
     rows = [{"m": [{"a": 1}, {"b": "2"}], "x": 1}, {"m": [{"c": {"d": [1, "z"]}}], "x": "s"}]
     source = write(tmp_path / "d.jsonl", rows)

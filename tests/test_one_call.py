@@ -101,7 +101,7 @@ REFUSED = [
     ({"launch": {"num_processes": 2}}, r"launch\.num_processes"),
     ({"env": {"max_turns": 0}}, r"env\.max_turns"),
     ({"rows": []}, "at least one row"),
-    ({"rows": "rows.jsonl"}, r"got a str; .*load_dataset"),
+    ({"rows": "rows.jsonl"}, r"got a str; .*load_table"),
     ({"rows": Path("rows")}, r"list of rows, got a PosixPath"),
     ({"rows": ["a", None]}, "line 2: expected an object as row"),
     ({"output_dir": "."}, "already holds a run"),

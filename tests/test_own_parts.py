@@ -117,20 +117,28 @@ def test_parts_of_a_users_own_resume_to_the_bit(tmp_path, cache, monkeypatch):
 def test_files_and_code_that_a_configuration_names_are_hashed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_code.py").write_text("x = 1")
-    for name in ("rows.jsonl", "chat.jinja", "model/a.safetensors", "model/tokenizer.json"):
+    names = ("rows.jsonl", "more.jsonl", "p1.csv", "chat.jinja", "model/a.safetensors")
+    for name in (*names, "model/tokenizer.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("1")
     config = {
         "policy": {"model": str(tmp_path / "model"), "chat_template": str(tmp_path / "chat.jinja")},
-        "env": {"dataset": str(tmp_path / "rows.jsonl"), "rewards": [{"_target_": "own_code.x"}]},
+        "env": {
+            "dataset": [str(tmp_path / "rows.jsonl"), str(tmp_path / "more.jsonl"), "a/hub_id"],
+            "eval_dataset": str(tmp_path / "p*.csv"),
+            "task": {"tasks": {"a": {"dataset": str(tmp_path / "more.jsonl")}}},
+            "rewards": [{"_target_": "own_code.x"}],
+        },
         "kl": {"_target_": "trainer.kl.Leash", "name": str(tmp_path)},
     }
     before = sha256_of_inputs(config)
     keys = {"policy.model", "policy.chat_template", "env.dataset", "env.rewards.0._target_"}
+    keys |= {"env.eval_dataset", "env.task.tasks.a.dataset"}
     assert before.keys() == keys
     (tmp_path / "model" / "a.safetensors").write_text("2")  # the reference's hash covers it
     assert sha256_of_inputs(config) == before
-    for name in ("rows.jsonl", "chat.jinja", "own_code.py", "model/tokenizer.json"):
+    changed = ("more.jsonl", "p1.csv", "chat.jinja", "own_code.py", "model/tokenizer.json")
+    for name in changed:
         (tmp_path / name).write_text("2")
     after = sha256_of_inputs(config)
     assert all(before[key] != after[key] for key in keys)

@@ -47,7 +47,7 @@ def config_of(algorithm: str) -> dict:
 
 def other_value(key: Key):
     """Return a value that is not the default's, or None for a part and a dict."""
-    if key.type.startswith(("part", "node", "dict", "any")):
+    if key.type.startswith(("part", "node", "dict")) or (key.type == "any" and not key.limit):
         return None
     if isinstance(key.limit, list):
         return next(value for value in key.limit if value != key.default)

@@ -1,4 +1,4 @@
-"""Before the first iteration: drop rows that are too long for the model, name unused columns.
+"""Before the first iteration: name the data, drop rows that are too long for the model.
 
 Prompts must fit policy.max_prompt_tokens and, with policy.max_new_tokens, the model's positions;
 demonstrations and preferences the positions. Rows whose bytes already fit are not rendered. The
@@ -72,12 +72,11 @@ def make_filters(loop: Trainer) -> dict[str, LengthFilter]:
 
 
 def name_unused(loop: Trainer) -> list[str]:
-    """Return messages: the columns of the train rows that are in no chat, and rows by turn."""
-    rows = getattr(loop.source, "rows", None) or [{}]
-    unused, messages = rows[0].get("unused", ()), []
+    """Return messages: the shape and unused columns of each data set, and rows by turn."""
+    rows = getattr(loop.source, "rows", [])
+    origins = [row["origin"] for row in rows[:SAMPLE] if "origin" in row]
     readers = " except by rewards of your own" if hasattr(loop.source, "prompts") else ""
-    if unused:
-        messages.append(f"columns not used{readers}: {', '.join(unused)}")
+    messages = list(dict.fromkeys(origin.describe(readers) for origin in origins))
     if (chats := getattr(loop.source, "num_chats", len(rows))) != len(rows):
         messages.append(
             f"the chat template rewrites earlier turns: {chats} chats give {len(rows)} rows, one "

@@ -1,5 +1,6 @@
 """Questions whose right answer is a short text: yes, Paris, 42."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from envs.rewards.answers import holds_words, plain, similarity
@@ -31,7 +32,7 @@ class Answers(DatasetTask):
 
     def __init__(
         self,
-        dataset: str | None = None,
+        dataset: str | Sequence[str] | None = None,
         *,
         match: str = "normalised",
         threshold: float = 0.9,

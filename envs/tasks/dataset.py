@@ -36,9 +36,9 @@ class DatasetTask(Task):
 
     def __init__(
         self,
-        dataset: str | None = None,
+        dataset: str | Sequence[str] | None = None,
         *,
-        eval_dataset: str | None = None,
+        eval_dataset: str | Sequence[str] | None = None,
         columns: Mapping[str, str | None] | None = None,
         split: str = "train",
         eval_split: str | None = None,
@@ -118,9 +118,9 @@ class Chats(DatasetTask):
 
 
 class Preferences(DatasetTask):
-    """Rows of a data set with a column "rejected" in addition to prompt and better answer.
+    """Rows of a data set with a column "rejected" in addition to prompt and better response.
 
-    The rest as in `DatasetTask`; `columns` may name "chosen" as the better answer. The packaged
+    Pairs of equal responses are left out. The rest as in `DatasetTask`. The packaged
     pairs: sorted digits, and wrong ones (unchanged, descending, two swapped, one replaced).
 
     >>> row = Preferences().preferences()[0]
@@ -132,12 +132,7 @@ class Preferences(DatasetTask):
     rejected = True
 
     def prepare(self, row: Row) -> Row:
-        """Return the row with its "chosen" and "rejected" reply."""
-        if row["rejected"] == row["answer"]:
-            raise ValueError(
-                f"row {row['index']}, rejected: expected a text other than the answer, got "
-                f"{row['rejected']!r:.80}; correct or remove the row"
-            )
+        """Return the row with its better response as "chosen"."""
         return {**row, "chosen": row["answer"]}
 
     def preferences(self) -> Sequence[Row]:

@@ -57,7 +57,7 @@ class LearntReward(DatasetTask):
 
     def __init__(
         self,
-        dataset: str | None = None,
+        dataset: str | Sequence[str] | None = None,
         *,
         reward_model: str,
         relative: bool = True,

@@ -33,7 +33,7 @@ class MathProblems(MathWords):
 
     def __init__(
         self,
-        dataset: str | None = None,
+        dataset: str | Sequence[str] | None = None,
         *,
         symbolic: bool = True,
         timeout: float = 10.0,

@@ -8,6 +8,7 @@ Left out on purpose: symbolic equality. Answers that are no numbers must be the 
 
 import re
 import warnings
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import chain
 from typing import Any
@@ -51,7 +52,7 @@ class MathWords(DatasetTask):
 
     numbers = True  # whether right answers should contain a number
 
-    def __init__(self, dataset: str | None = None, **data: Any) -> None:
+    def __init__(self, dataset: str | Sequence[str] | None = None, **data: Any) -> None:
         super().__init__(dataset, **data)
         answers = [row["answer"] for row in chain(*self._rows.values())] if self.numbers else []
         odd = [a for a in answers if marked_answer(a) is None and last_number(a) is None]

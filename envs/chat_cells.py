@@ -1,0 +1,192 @@
+"""Read chats from the cells of a table: messages with the keys that templates read.
+
+Messages are OpenAI's (role, content) or ShareGPT's (from, value). Of a message the keys of `KEYS`
+are kept for the template; `weight` and `train` say whether an assistant message is learnt.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from envs.data import Message, Table
+
+ROLES = {  # by the names in data
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "function_call": "assistant",  # its text is a call as JSON
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+}
+TEXTS = ("text", "input_text", "output_text")  # types of content parts
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+KEYS = ("tool_calls", "tool_call_id", "name", *THOUGHTS)
+LEARNT = ("weight", "train")  # OpenAI's key, and axolotl's
+KNOWN = {"role", "content", "from", "value", *KEYS, *LEARNT}
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Read the cells of a table, which errors name; `unused` collects unknown keys of messages."""
+
+    table: Table
+    unused: dict[str, None]
+
+    def messages(self, index: int, column: str, value: Any) -> list[Message]:
+        """Return the chat of a cell; ValueError if the cell is not a list of messages."""
+        if not isinstance(value, list) or not value:
+            raise self.table.error(index, column, "a list of messages", value)
+        return [self._message(index, column, i, message) for i, message in enumerate(value)]
+
+    def chat(self, index: int, column: str, value: Any) -> list[Message]:
+        """Return a chat that ends with a message of the assistant."""
+        messages = self.messages(index, column, value)
+        last = messages[-1]
+        if last["role"] != "assistant" or is_empty(last) or len(messages) < 2:
+            expected = "a prompt and then a response of the assistant as the last message"
+            if last["role"] == "user":
+                expected += f", or for prompts alone env=prompts env.columns.question={column}"
+            raise self.table.error(index, column, expected, [m["role"] for m in messages])
+        return messages
+
+    def prompt(self, index: int, column: str, value: Any) -> list[Message]:
+        """Return a prompt; a text is a message of the user."""
+        messages = self._turns(index, column, value, "user")
+        if messages[-1]["role"] not in ("user", "tool") or is_empty(messages[-1]):
+            expected = "a prompt that ends with a message of the user or a tool"
+            if messages[-1]["role"] == "assistant":  # of a data set for SFT, or a prefill
+                expected += f" (env.columns.messages={column} takes the last one as the response)"
+            raise self.table.error(index, column, expected, [m["role"] for m in messages])
+        return messages
+
+    def response(
+        self, index: int, column: str, value: Any, *, prompt: list[Message]
+    ) -> list[Message]:
+        """Return prompt and response; a response may be the whole chat, prompt included."""
+        turns = self._turns(index, column, value, "assistant")
+        roles = [message["role"] for message in turns]
+        if roles[-1] != "assistant" or is_empty(turns[-1]):
+            raise self.table.error(index, column, "the assistant's message at the end", roles)
+        if roles[0] not in ("system", "user"):
+            return [*prompt, *turns]
+        texts = [text_of(message) for message in turns[:-1]]
+        if not all(text_of(message) in texts for message in prompt):
+            expected = "a response alone, or the chat of the prompt and a response"
+            raise self.table.error(index, column, expected, roles)
+        return turns
+
+    def tools(self, index: int, value: Any) -> list[Message]:
+        """Return the schemas of a row's tools in OpenAI's form, from a list or its JSON."""
+        try:
+            tools = json.loads(value) if isinstance(value, str) and value else value or []
+        except ValueError:
+            tools = None
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise self.table.error(index, "tools", "a list of schemas of functions", value)
+        return [_as_function(without_none(tool)) for tool in tools]
+
+    def _turns(self, index: int, column: str, value: Any, role: str) -> list[Message]:
+        """Return a cell as messages; a text, or a number as an answer, gets the role."""
+        if role == "assistant" and isinstance(value, (int, float)):
+            value = json.dumps(value)
+        if isinstance(value, str) and value.strip():
+            return [{"role": role, "content": value}]
+        if isinstance(value, Mapping):  # one message
+            value = [value]
+        if not isinstance(value, list):
+            raise self.table.error(index, column, "a text or a list of messages", value)
+        return self.messages(index, column, value)
+
+    def _message(self, index: int, column: str, place: int, message: Any) -> Message:
+        """Return a message with the keys that templates read, and its weight if that is 0."""
+        where = f"{column}[{place}]"
+        if not isinstance(message, Mapping):
+            raise self.table.error(index, where, "a dict with role and content", message)
+        speaker = message.get("role") or message.get("from")
+        role = ROLES.get(speaker) if isinstance(speaker, str) else None
+        if role is None:
+            raise self.table.error(index, f"{where}.role", " | ".join(ROLES), speaker)
+        content = message.get("content")
+        content = message.get("value") if content is None else content
+        if role == message.get("role") and isinstance(content, str) and len(message) == 2:
+            return {"role": role, "content": content}
+        more = {key: message[key] for key in KEYS if message.get(key)}
+        if speaker == "function_call":
+            more, content = {"tool_calls": content}, ""
+        if "tool_calls" in more:
+            more["tool_calls"] = self._calls(index, where, more["tool_calls"])
+        content = self._text(index, where, content, optional="tool_calls" in more)
+        self.unused.update((f"{column}[].{key}", None) for key in message if key not in KNOWN)
+        weights = [message[key] for key in LEARNT if message.get(key) is not None]
+        if any(weight not in (0, 1) for weight in weights):
+            raise self.table.error(index, f"{where}.weight", "0 or 1", weights[0])
+        off = role == "assistant" and not all(weights)
+        return {"role": role, "content": content} | more | ({"weight": 0} if off else {})
+
+    def _text(self, index: int, where: str, content: Any, *, optional: bool) -> str:
+        """Return the text of a content, which may be in parts; None is "" where it is optional."""
+        if content is None and optional:
+            return ""
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        texts = []
+        for part in parts:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind not in TEXTS or not isinstance(part.get("text"), str):
+                got = content if kind in TEXTS else kind or part
+                raise self.table.error(index, f"{where}.content", "text alone", got)
+            texts.append(part["text"])
+        return "".join(texts)
+
+    def _calls(self, index: int, where: str, calls: Any) -> list[Message]:
+        """Return tool calls in OpenAI's form, their arguments as a dict or its JSON."""
+        out = []
+        try:
+            calls = json.loads(calls) if isinstance(calls, str) else calls
+            for call in calls if isinstance(calls, list) else [calls]:
+                function = call.get("function", call)
+                arguments = without_none(function["arguments"] or {})
+                dict(json.loads(arguments) if isinstance(arguments, str) else arguments)
+                call_id = {"id": call["id"]} if call.get("id") else {}
+                name = {"name": function["name"], "arguments": arguments}
+                out.append({**call_id, "type": "function", "function": name})
+        except (AttributeError, TypeError, KeyError, ValueError):
+            form = "calls as {function: {name, arguments (JSON)}}"
+            raise self.table.error(index, f"{where}.tool_calls", form, calls) from None
+        return out
+
+
+def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool in OpenAI's form; xLAM's parameters are its properties."""
+    if "function" in tool or "name" not in tool:
+        return tool
+    parameters = tool.get("parameters") or {}
+    if "properties" not in parameters:
+        parameters = {"type": "object", "properties": parameters}
+    return {"type": "function", "function": {**tool, "parameters": parameters}}
+
+
+def without_none(value: Any) -> Any:
+    """Return a value without the keys that a table adds: each row has those of all rows, as None.
+
+    >>> without_none([{"a": 1, "b": None, "c": {"d": None}}])
+    [{'a': 1, 'c': {}}]
+    """
+    if isinstance(value, Mapping):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def text_of(message: Message) -> tuple[str, str]:
+    """Return what tells a message from others, for the comparison of chats."""
+    return message["role"], message["content"].strip()
+
+
+def is_empty(message: Message) -> bool:
+    """Return whether a message has neither a text nor a call."""
+    return not message["content"].strip() and not message.get("tool_calls")

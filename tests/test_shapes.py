@@ -1,0 +1,115 @@
+"""Published shapes of rows: each becomes the chat written by hand in shapes.yaml."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset
+from runs import ROOT
+
+from envs.chat_rows import load_chats
+from envs.shapes import SHAPES
+from envs.tasks import Chats, Preferences
+
+CASES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
+HI, HO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+
+
+def write(path, *rows):
+    if path.suffix == ".parquet":
+        Dataset.from_list(list(rows)).to_parquet(str(path))
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("case", CASES, ids=[case["line"] for case in CASES])
+def test_a_published_shape_is_recognised_and_read(tmp_path, case, suffix):
+    path = write(tmp_path / f"d{suffix}", case["row"])
+    task = (Preferences if "rejected" in case else Chats)(path, eval_dataset=path)
+    (row,) = task.demonstrations()
+    assert row["messages"] == case["chat"]
+    assert row.get("tools") == case.get("tools")
+    assert row.get("rejected") == case.get("rejected")
+    assert row["origin"].describe() == f"data: 1 rows of {case['line']}"
+
+
+def test_the_page_names_every_shape_and_its_columns():
+    page = (ROOT / "docs" / "environments.md").read_text()
+    listed = dict(re.findall(r"^\| ([^|`]+) \| (`[^|]+) \|", page, re.M))
+    for shape in SHAPES:
+        assert all(f"`{column}`" in listed[shape.name] for column in shape.needs()), shape.name
+    assert {case["line"].partition(" (")[0] for case in CASES} == {shape.name for shape in SHAPES}
+
+
+IMAGE = HI | {"content": [{"type": "text", "text": "Hi"}, {"type": "image_url", "image_url": "x"}]}
+ALONE = r"needs answer; set env\.columns\.question={0} env\.columns\.answer=.*env=prompts .*={0},"
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": "Hi"}, ALONE.format("question")),
+        ({"prompt": "Hi", "gold": "Ho"}, ALONE.format("prompt")),
+        ({"text": "Hi"}, r"env=prompts env\.columns\.question=text"),
+        ({"dialog": [HI, HO]}, r"env\.columns\.messages=dialog"),
+        ({"input": "Hi", "output": "Ho"}, r"Alpaca, needs instruction; set .*answer=output"),
+        ({"chosen": "Ho", "rejected": "No"}, r"has other cells; .*env\.columns\.question="),
+        (
+            {"messages": [IMAGE, HO]},
+            r"messages\[0\]\.content: expected text alone, got 'image_url'",
+        ),
+        ({"messages": [HI, HO, HI]}, "row 0, messages: expected .* the last message"),
+        ({"prompt": [HI, HO], "answer": "Ho"}, r"row 0, prompt: .*env\.columns\.messages=prompt"),
+        ({"query": "Hi", "tools": "[]", "answers": "[{"}, r"row 0, answers\[0\]\.tool_calls: "),
+    ],
+)
+def test_what_fits_no_shape_is_one_line_with_the_nearest_one(tmp_path, row, says):
+    with pytest.raises(ValueError, match=says) as caught:
+        load_chats(write(tmp_path / "d.jsonl", row))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_several_data_sets_are_one(tmp_path, monkeypatch, large):
+    if large:
+        monkeypatch.setattr("envs.data.LARGE", 0)
+    first = write(
+        tmp_path / "a.jsonl", {"question": "1", "answer": 1}, {"question": "2", "answer": 2.0}
+    )
+    second = write(tmp_path / "b.parquet", {"prompt": "3", "completion": "c", "n": 0})
+    task = Chats([first, second], eval_dataset=[second])
+    rows = task.rows("train")
+    assert [row["answer"] for row in rows] == ["1", "2.0", "c"]
+    assert rows[2]["origin"].describe() == (
+        "data: 2 rows of questions and answers (question, answer), 1 rows of prompts and "
+        "completions (prompt, completion); columns not used: n"
+    )
+    assert rows[2]["index"] == f"0 of {second}"
+    assert [row["answer"] for row in task.rows("eval")] == ["c"]
+    torn = write(tmp_path / "c.jsonl", {"question": "1", "answer": None})
+    with pytest.raises(ValueError, match=r"c\.jsonl, row 0, answer: "):
+        Chats([first, torn])
+
+
+def test_pairs_that_compare_nothing_are_left_out_and_counted(tmp_path):
+    other = [HI | {"content": "Hello"}, HO]
+    pairs = [([HI, HO], [HI, HO]), (other, [HI, HO]), ([HI, HO], [HI, HO | {"content": "No"}])]
+    rows = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in pairs]
+    path = write(tmp_path / "d.jsonl", *rows)
+    (pair,) = Preferences(path, eval_dataset=path).preferences()
+    assert (pair["chosen"], pair["rejected"]) == ("Ho", "No")
+    assert (
+        "1 rows of preferences of chats (chosen, rejected); left out 2" in pair["origin"].describe()
+    )
+    with pytest.raises(ValueError, match="expected different responses"):
+        Preferences(write(tmp_path / "d.jsonl", *rows[:2]))
+
+
+def test_a_split_of_a_file_is_refused(tmp_path):
+    path = write(tmp_path / "d.jsonl", {"question": "Hi", "answer": "Ho"})
+    with pytest.raises(ValueError, match=r"env\.split=test: .*env\.dataset"):
+        load_chats(path, split="test")
