@@ -78,6 +78,8 @@ class Renderer:
         self.stop_ids = frozenset({tokenizer.eos_token_id, self._end} - {None})
         self._outlines.ends = [tokenizer.convert_ids_to_tokens(i) for i in self.stop_ids]
         self._gaps: dict[str, Gap] = {}
+        # By roles: the bytes of the template's text, and the messages whose contents stand in it.
+        self._sizes: dict[tuple, tuple[int, list[int]]] = {}
         normalizer = type(tokenizer.backend_tokenizer.normalizer).__name__
         self._growth = {"NoneType": 1, "NFC": 3}.get(normalizer, inf)  # bytes per byte, at most
 
@@ -125,10 +127,14 @@ class Renderer:
         """
         if self._growth == inf or any(len(message) > 2 for message in messages):
             return inf
-        pieces = self._outlines.of(check_messages(messages), prompt).pieces
-        size = sum(len(p.text.encode()) for p in pieces if p.message is None) + len(pieces)
-        contents = [p.message for p in pieces if p.message is not None]
-        return size + self._growth * sum(len(messages[i]["content"].encode()) for i in contents)
+        roles = (prompt, *(message["role"] for message in messages))
+        if roles not in self._sizes:
+            pieces = self._outlines.of(check_messages(messages), prompt).pieces
+            size = sum(len(p.text.encode()) for p in pieces if p.message is None) + len(pieces)
+            self._sizes[roles] = size, [p.message for p in pieces if p.message is not None]
+        size, places = self._sizes[roles]
+        sizes = [len(messages[i]["content"].encode(errors="replace")) for i in places]
+        return size + self._growth * sum(sizes)
 
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], new_messages: Sequence[Message]
