@@ -118,11 +118,11 @@ def make_tools(nodes: Section) -> dict[str, Any]:
         if not node:
             continue
         arguments_of_node(node)  # refuses a key that it does not take
-        target, given = find_target(node["_target_"]), dict(node)
-        del given["_target_"]
+        target, fixed = find_target(node["_target_"]), dict(node)
+        del fixed["_target_"]
         if inspect.isclass(target):
-            target, given = build({"_convert_": "all", **node}), {}
-        tools[name] = find_target("envs.tools.TypedTool").of(name, target, **given)
+            target, fixed = build({"_convert_": "all", **node}), {}
+        tools[name] = find_target("envs.tools.TypedTool").of(name, target, **fixed)
     return tools
 
 

@@ -8,19 +8,14 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-import torch
-from omegaconf import OmegaConf
+import yaml
 from tensordict import TensorDict
 from uneven_chats import data, replied
 
-from conf.build import make_task
-from conf.compose import compose_checked
-from conf.plan import plan
 from envs import ChatEnv, check_env_specs
 from envs.tasks.task import Reply, Reward, Task, user
 from envs.tools import CallReader, CallTools, TypedTool
 from policies.chats.chat_template import Renderer
-from policies.load import load_policy
 from policies.models import find_model, load_tokenizer
 
 CHAT = (
@@ -30,78 +25,8 @@ CHAT = (
     "{{ '<|im_end|>\n' }}{%% endfor %%}"
     "{%% if add_generation_prompt %%}{{ '<|im_start|>assistant\n' }}%s{%% endif %%}"
 )
-JSON = "f.arguments | tojson"
-XML = "{%% for key, value in f.arguments.items() %%}{{ %s }}{%% endfor %%}"
-# What the chat template of each family writes for a call.
-WRITES = {
-    "hermes": "{{ '<tool_call>\n{\"name\": \"' + f.name + '\", \"arguments\": ' + " + JSON + " + '}\n</tool_call>' }}",
-    "qwen_xml": "{{ '<tool_call>\n<function=' + f.name + '>\n' }}"
-    + XML % "'<parameter=' ~ key ~ '>\n' ~ value ~ '\n</parameter>\n'"
-    + "{{ '</function>\n</tool_call>' }}",
-    "glm": "{{ '\n<tool_call>' + f.name + '\n' }}"
-    + XML % "'<arg_key>' ~ key ~ '</arg_key>\n<arg_value>' ~ value ~ '</arg_value>\n'"
-    + "{{ '</tool_call>' }}",
-    "llama": "{{ '{\"name\": \"' + f.name + '\", \"parameters\": ' + " + JSON + " + '}' }}",
-    "mistral": "{% if loop.first %}{{ '[TOOL_CALLS][' }}{% else %}, {% endif %}"
-    "{{ {'name': f.name, 'arguments': f.arguments, 'id': call.id} | tojson }}"
-    "{{ ']' if loop.last else '' }}",
-    "mistral_args": "{{ '[TOOL_CALLS]' + f.name + '[ARGS]' + " + JSON + " }}",
-    "deepseek": "{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + f.name + '\n```json\n' + "
-    + JSON + " + '\n```<｜tool▁call▁end｜>' }}",
-    "gpt_oss": "{{ ' to=functions.' + f.name + '<|channel|>commentary json<|message|>' + "
-    + JSON + " + '<|call|>' }}",
-}
-# Responses as such models write them: words and two calls; a call that cannot be read.
-SAYS = {
-    "hermes": (
-        'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "text": "2"}}\n</tool_call>\n'
-        '<tool_call>{"arguments": {"a": -3, "text": "<x> {y}"}, "name": "add"}</tool_call>',
-        '<tool_call>\n{"name": "add", "arguments": {"a": 1,}}\n</tool_call>',
-    ),
-    "qwen_xml": (
-        "Let me see.\n\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
-        "<parameter=text>\n2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n"
-        "<parameter=a>\n-3\n</parameter>\n<parameter=text>\n<x> {y}\n</parameter>\n</function>\n"
-        "</tool_call>",
-        '<tool_call>\n{"name": "add"}\n</tool_call>',
-    ),
-    "glm": (
-        "Let me see.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
-        "<arg_key>text</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>add"
-        "<arg_key>a</arg_key><arg_value>-3</arg_value><arg_key>text</arg_key>"
-        "<arg_value><x> {y}</arg_value></tool_call>",
-        "<tool_call>add me</tool_call>",
-    ),
-    "llama": (
-        'Let me see. {"name": "add", "parameters": {"a": 1, "text": "2"}}; '
-        '{"name": "add", "parameters": {"a": -3, "text": "<x> {y}"}}',
-        '{"name": "add", "parameters": {"a": 1}',
-    ),
-    "mistral": (
-        'Let me see.[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "text": "2"}, "id": '
-        '"abcDEF123"}, {"name": "add", "arguments": {"a": -3, "text": "<x> {y}"}}]',
-        '[TOOL_CALLS] [{"name": "add"',
-    ),
-    "mistral_args": (
-        'Let me see.[TOOL_CALLS]add[ARGS]{"a": 1, "text": "2"}[TOOL_CALLS]add[CALL_ID]abcDEF123'
-        '[ARGS]{"a": -3, "text": "<x> {y}"}',
-        '[TOOL_CALLS]add{"a": 1}',
-    ),
-    "deepseek": (
-        "Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
-        '{"a": 1, "text": "2"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>add<｜tool▁sep｜>'
-        '{"a": -3, "text": "<x> {y}"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    ),
-    "gpt_oss": (
-        "<|channel|>analysis<|message|>Let me see: to=functions.add<|message|>{}<|end|><|start|>"
-        'assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1, "text": "2"}'
-        "<|call|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json"
-        '<|message|>{"a": -3, "text": "<x> {y}"}<|call|>',
-        " to=functions.add {}",
-    ),
-}  # fmt: skip
-THINKS = [family for family in WRITES if family not in ("llama", "gpt_oss") and "mistral" not in family]
+FORMATS = yaml.safe_load(Path(__file__).with_name("tool_formats.yaml").read_text("utf-8"))
+WITH_THOUGHTS = ("hermes", "qwen_xml", "glm", "deepseek")
 
 
 async def add(a: int, text: str, sign: Literal["+", "-"] = "+") -> str:
@@ -121,7 +46,7 @@ USER = user("Go.")
 
 
 def template(family: str, begun: str = "") -> str:
-    return CHAT % (WRITES[family], begun)
+    return CHAT % (FORMATS[family]["writes"], begun)
 
 
 def reader(text: str, **attributes) -> CallReader:
@@ -138,18 +63,18 @@ def read(calls: CallReader, text: str) -> list:
 WANTED = [("add", {"a": 1, "text": "2"}, False), ("add", {"a": -3, "text": "<x> {y}"}, False)]
 
 
-@pytest.mark.parametrize("family", WRITES)
+@pytest.mark.parametrize("family", FORMATS)
 def test_calls_are_read_as_the_template_writes_them(family):
-    two, broken = SAYS[family]
+    two, broken = (FORMATS[family][key] for key in ("two", "broken"))
     calls = reader(template(family))
     assert read(calls, two) == WANTED
     assert [fault for *_, fault in read(calls, broken)] == [True]
     assert read(calls, "It is 42.") == []
 
 
-@pytest.mark.parametrize("family", THINKS)
+@pytest.mark.parametrize("family", WITH_THOUGHTS)
 def test_a_call_in_thoughts_is_none(family):
-    two, _ = SAYS[family]
+    two = FORMATS[family]["two"]
     inner = reader(template(family, "{{ '<think>\n' }}"))  # the prompt opens the thoughts
     for calls, begun in (inner, ""), (reader(template(family)), "<think>"):
         assert read(calls, f"{begun}I could do {two}</think>\n\n{two}") == WANTED
@@ -158,15 +83,25 @@ def test_a_call_in_thoughts_is_none(family):
 
 def test_the_tokenizer_knows_its_own_format_best():
     text = CHAT % ("{{ 'CALL ' ~ f.name ~ ' ' ~ f.arguments | tojson ~ ' END' }}", "")
-    field = {"open_pattern": "CALL (?P<name>\\w+) ", "close": " END", "repeats": True, "content": "json"}
-    field["transform"] = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+    field = {
+        "open_pattern": "CALL (?P<name>\\w+) ",
+        "close": " END",
+        "repeats": True,
+        "content": "json",
+    }
+    field["transform"] = {
+        "type": "function",
+        "function": {"name": "{name}", "arguments": "{content}"},
+    }
     own = {"start_anchor": "assistant\n", "fields": {"tool_calls": field}}
     calls = reader(text, response_template=own)
     assert read(calls, 'CALL add {"a": 1} END') == [("add", {"a": 1}, False)]
     assert read(calls, "CALL add {1} END") == [("", {}, True)]
-    with pytest.raises(ValueError, match="env.tools: .*CALL try_it .*response_template"):
+    with pytest.raises(ValueError, match=r"env.tools: .*CALL try_it .*response_template"):
         reader(text)
-    with pytest.raises(ValueError, match="env.tools: .* writes no tools; set policy.chat_template"):
+    with pytest.raises(
+        ValueError, match=r"env.tools: .* writes no tools; set policy.chat_template"
+    ):
         reader("chatml")
 
 
@@ -291,7 +226,10 @@ def test_results_are_messages_in_order_and_async_functions_run_together():
         (call("count", '{"step": 1, "by": 2}'), "unknown arguments by; expected step, name"),
         (call("count", '{"step": "two"}'), "expected step to be integer, got 'two'"),
         (call("count", '{"step": true}'), "expected step to be integer, got True"),
-        (call("add", '{"a": 1, "text": "", "sign": "*"}'), "expected sign to be ['+', '-'], got '*'"),
+        (
+            call("add", '{"a": 1, "text": "", "sign": "*"}'),
+            "expected sign to be ['+', '-'], got",
+        ),
         (call("leave", '{"code": [1, "2"]}'), "expected code to be array, got"),
         (call("leave", '{"code": [1]}'), "SystemExit: [1]"),
         (call("wait", '{"text": ""}'), "TimeoutError: no result within 0.3 s"),
@@ -314,7 +252,10 @@ def test_what_goes_wrong_is_an_answer(said, answer):
 
 def test_calls_of_a_turn_have_a_limit():
     td = step(make_env(max_calls=2), call("count", '{"step": 1}') * 3)
-    assert results(td)[0][1:] == ['{"seen": 2, "name": ""}', "Error: at most 2 calls a turn are made"]
+    assert results(td)[0][1:] == [
+        '{"seen": 2, "name": ""}',
+        "Error: at most 2 calls a turn are made",
+    ]
 
 
 def test_a_call_earns_nothing_and_takes_the_place_of_the_tasks_message():

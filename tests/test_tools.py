@@ -193,7 +193,9 @@ def by_the_template() -> CallTools:
     return tools
 
 
-@pytest.mark.parametrize(("tools", "label"), [(by_a_parser, "1. say gave: "), (by_the_template, "")])
+@pytest.mark.parametrize(
+    ("tools", "label"), [(by_a_parser, "1. say gave: "), (by_the_template, "")]
+)
 def test_results_are_never_control_tokens_and_sampled_ids_never_change(tools, label):
     policy = make_policy(max_new_tokens=8)  # it samples ids of no text's encoding
     env = ChatEnv(group_size=4, max_turns=3).append_transform(tools())
@@ -248,6 +250,8 @@ def test_a_configuration_mounts_its_tools_also_for_evaluations(tmp_path):
     env = parts.make_env(task, policy, []).with_group_size(1)
     td = env.reset(data(task.rows("eval")[0]))
     assert "Run Python code" in policy.renderer.text(td["history"].prompt.chats()[0])
-    td = say(env, td, '<tool_call>{"name": "python", "arguments": {"code": "print(6*7)"}}</tool_call>')
+    td = say(
+        env, td, '<tool_call>{"name": "python", "arguments": {"code": "print(6*7)"}}</tool_call>'
+    )
     assert td["history"].prompt.chats()[0][-1]["content"] == "42"
     assert say(env, td, "It is 42")["reward"].item() == 1

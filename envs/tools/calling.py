@@ -68,7 +68,9 @@ class CallTools(ToolTransformBase):
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Add the numbers of a turn, each [B]."""
         shape = observation_spec.shape
-        observation_spec["logged"] = Composite(dict.fromkeys(METRICS, Unbounded(shape)), shape=shape)
+        observation_spec["logged"] = Composite(
+            dict.fromkeys(METRICS, Unbounded(shape)), shape=shape
+        )
         return observation_spec
 
     def _process_batch(self, contents: dict[int, str]) -> dict[int, Any]:
@@ -103,9 +105,7 @@ class CallTools(ToolTransformBase):
             *(self._outcome(n, call, free) for calls in turns for n, call in enumerate(calls))
         )
 
-    async def _outcome(
-        self, place: int, call: Call, free: dict[str, asyncio.Semaphore]
-    ) -> Outcome:
+    async def _outcome(self, place: int, call: Call, free: dict[str, asyncio.Semaphore]) -> Outcome:
         """Return the outcome of a call, the `place`-th of its turn."""
         tool = self.tools.get(call.name)
         fault = call.fault and f"this call cannot be read: {call.fault}"
@@ -126,7 +126,7 @@ class CallTools(ToolTransformBase):
         return Outcome(text, failed, time.perf_counter() - begun)
 
     async def _value(self, tool: TypedTool, arguments: Mapping[str, Any]) -> Any:
-        work = partial(tool.function, **tool.given, **arguments)
+        work = partial(tool.function, **tool.fixed, **arguments)
         try:
             async with asyncio.timeout(self.tool_timeout) as limit:
                 return await (work() if tool.waits else asyncio.wrap_future(in_thread(work)))

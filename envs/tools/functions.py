@@ -28,17 +28,17 @@ TYPES: dict[str, tuple[type, ...]] = {  # of JSON, with those of Python
 class TypedTool:
     """A function, or an object with a typed `__call__`, under a name, with its JSON schema.
 
-    The template shows the schema to the model. `given` are arguments that the configuration sets
+    The template shows the schema to the model. `fixed` are arguments that the configuration sets
     and the model does not see.
     """
 
     name: str
     function: Callable[..., Any]
     schema: dict[str, Any]
-    given: Mapping[str, Any]
+    fixed: Mapping[str, Any]
 
     @classmethod
-    def of(cls, name: str, function: Callable[..., Any], **given: Any) -> "TypedTool":
+    def of(cls, name: str, function: Callable[..., Any], **fixed: Any) -> "TypedTool":
         """Return the tool of a function; ValueError if it lacks a type or a description.
 
         >>> tool = TypedTool.of("multiply", multiply, b=2)
@@ -57,11 +57,11 @@ class TypedTool:
             ) from None
         schema["function"]["name"] = name
         parameters = schema["function"]["parameters"]
-        for argument in given:
+        for argument in fixed:
             del parameters["properties"][argument]
         required = parameters.get("required", [])
-        parameters["required"] = [argument for argument in required if argument not in given]
-        return cls(name, function, schema, given)
+        parameters["required"] = [argument for argument in required if argument not in fixed]
+        return cls(name, function, schema, fixed)
 
     @property
     def waits(self) -> bool:
@@ -74,12 +74,14 @@ class TypedTool:
         properties = parameters["properties"]
         missing = [name for name in parameters["required"] if name not in arguments]
         unknown = [name for name in arguments if name not in properties]
-        for what, names in ("missing", missing), ("unknown", unknown):
+        for kind, names in ("missing", missing), ("unknown", unknown):
             if names:
-                return f"{what} arguments {', '.join(names)}; expected {', '.join(properties)}"
+                return f"{kind} arguments {', '.join(names)}; expected {', '.join(properties)}"
         for name, value in arguments.items():
             if not fits(value, properties[name]):
-                wanted = properties[name].get("enum") or properties[name].get("type", "another type")
+                wanted = properties[name].get("enum") or properties[name].get(
+                    "type", "another type"
+                )
                 return f"expected {name} to be {wanted}, got {value!r:.80}"
         return ""
 
@@ -87,8 +89,8 @@ class TypedTool:
 def fits(value: Any, schema: Mapping[str, Any]) -> bool:
     """Return whether a JSON value has the type of a schema.
 
-    >>> fits([1, 2], {"type": "array", "items": {"type": "integer"}}), fits(True, {"type": "number"})
-    (True, False)
+    >>> fits([1, 2], {"type": "array", "items": {"type": "integer"}})
+    True
     """
     if value is None and schema.get("nullable"):
         return True
@@ -99,8 +101,9 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
     if isinstance(value, list) and not all(fits(item, schema.get("items", {})) for item in value):
         return False
     names = schema.get("type", [])
-    kinds = [kind for name in ([names] if isinstance(names, str) else names) for kind in TYPES.get(name, ())]
-    return not kinds or type(value) in kinds  # True is no int
+    names = [names] if isinstance(names, str) else names
+    kinds = [kind for name in names for kind in TYPES.get(name, ())]
+    return not kinds or type(value) in kinds  # isinstance would take True as an int
 
 
 def multiply(a: int, b: int) -> int:
@@ -109,5 +112,6 @@ def multiply(a: int, b: int) -> int:
     Args:
         a: The first factor.
         b: The second factor.
+
     """
     return a * b

@@ -54,23 +54,25 @@ class CallReader:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        asked = {"role": "user", "content": "Go.", "tools": [SCHEMA]}
-        before = renderer.text([asked])
+        question = {"role": "user", "content": "Go.", "tools": [SCHEMA]}
+        before = renderer.text([question])
         if SCHEMA["function"]["name"] not in before:
             raise ValueError(
                 f"env.tools: {renderer.name} writes no tools; set policy.chat_template=<a template "
                 "that does>"
             )
-        prompt = renderer.text([asked], add_generation_prompt=True)
+        prompt = renderer.text([question], add_generation_prompt=True)
         self._start = prompt.removeprefix(before)  # the generation prompt; it may open thoughts
         written = {}
         for count in (2, 1):
             with suppress(ValueError):  # templates of one call per response
-                written[count] = renderer.text([asked, _called(count)]).removeprefix(before).rstrip()
+                written[count] = (
+                    renderer.text([question, _called(count)]).removeprefix(before).rstrip()
+                )
         for end in map(renderer.tokenizer.decode, renderer.stop_ids):
             written = {count: text.removesuffix(end) for count, text in written.items()}
-        own = getattr(renderer.tokenizer, "response_template", None)
-        for self._template in filter(None, [own, *formats().values()]):
+        templates = [getattr(renderer.tokenizer, "response_template", None), *formats().values()]
+        for self._template in filter(None, templates):
             if any(self._reads_back(*each) for each in written.items()):
                 return
         raise ValueError(
@@ -127,10 +129,8 @@ def _call(item: Any) -> Call:
         return Call(fault=f"expected an object with a name and arguments, got {function!r:.200}")
     arguments = function.get("arguments", function.get("parameters", {}))
     if isinstance(arguments, str):
-        try:
+        with suppress(*ERRORS):
             arguments = json.loads(arguments)
-        except ERRORS:
-            pass
     if not isinstance(arguments, dict):
         fault = f"expected the arguments as an object, got {arguments!r:.200}"
         return Call(function["name"], fault=fault)

@@ -59,6 +59,7 @@ class PythonTool:
 
         Args:
             code: The program.
+
         """
         ran = self.sandbox.run(code)
         if not ran.ok:
