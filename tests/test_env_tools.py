@@ -100,7 +100,7 @@ def test_the_tokenizer_knows_its_own_format_best():
     with pytest.raises(ValueError, match=r"env.tools: .*CALL try_it .*response_template"):
         reader(text)
     with pytest.raises(
-        ValueError, match=r"env.tools: .* writes no tools; set policy.chat_template"
+        ValueError, match=r"env.tools: .* writes no tools; set policy"
     ):
         reader("chatml")
 
