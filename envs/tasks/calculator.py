@@ -2,7 +2,7 @@
 
 The tiny model cannot multiply; it must learn to call `multiply` without a typo and to copy the
 result, which is always right.
-The demonstrations call in a quarter of the cases only, and with a typo in 30 % of those.
+The demonstrations call in half of the cases only, and with a typo in 30 % of those.
 One in eight pairs of factors, in any order, is held out by a hash.
 """
 
