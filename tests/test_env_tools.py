@@ -99,9 +99,7 @@ def test_the_tokenizer_knows_its_own_format_best():
     assert read(calls, "CALL add {1} END") == [("", {}, True)]
     with pytest.raises(ValueError, match=r"env.tools: .*CALL try_it .*response_template"):
         reader(text)
-    with pytest.raises(
-        ValueError, match=r"env.tools: .* writes no tools; set policy"
-    ):
+    with pytest.raises(ValueError, match=r"env.tools: .* writes no tools; set policy"):
         reader("chatml")
 
 
@@ -256,6 +254,18 @@ def test_calls_of_a_turn_have_a_limit():
         '{"seen": 2, "name": ""}',
         "Error: at most 2 calls a turn are made",
     ]
+
+
+def test_a_template_of_one_call_a_turn_gets_one_result():
+    text = CHAT % (
+        FORMATS["hermes"]["writes"] + "{% if loop.index > 1 %}{{ 1 / 0 }}{% endif %}",
+        "",
+    )
+    one = Renderer(load_tokenizer(find_model("tiny")), text)
+    tool = TypedTool.of("count", Counter())
+    env = ChatEnv(tools=[tool.schema]).append_transform(CallTools({"count": tool}, one))
+    td = step(env, call("count", '{"step": 1}') * 3)
+    assert results(td) == [['{"seen": 1, "name": ""}']]
 
 
 def test_a_call_earns_nothing_and_takes_the_place_of_the_tasks_message():

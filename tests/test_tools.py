@@ -189,7 +189,7 @@ def by_a_parser() -> SimpleToolTransform:
 def by_the_template() -> CallTools:
     tokenizer = load_tokenizer(find_model("tiny"))
     tools = CallTools({"say": TypedTool.of("say", say_nasty)}, Renderer(tokenizer, TOOLED))
-    tools.read = lambda text, schemas: [Call("say")]
+    tools.read.__dict__["_read"] = lambda *_: [Call("say")]  # whatever the policy samples
     return tools
 
 

@@ -49,6 +49,7 @@ class Call:
 class CallReader:
     """Read the calls of responses by the chat template of a renderer.
 
+    `single` is True if the template refuses two calls of one response, and so their results.
     ValueError if the template writes no tools, or writes calls that no response template reads.
     """
 
@@ -71,6 +72,7 @@ class CallReader:
                 )
         for end in map(renderer.tokenizer.decode, renderer.stop_ids):
             written = {count: text.removesuffix(end) for count, text in written.items()}
+        self.single = 2 not in written
         templates = [getattr(renderer.tokenizer, "response_template", None), *formats().values()]
         for self._template in filter(None, templates):
             if any(self._reads_back(*each) for each in written.items()):
