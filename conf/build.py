@@ -111,6 +111,21 @@ def data_arguments(env: Section) -> dict[str, Any]:
     return {key: env[key] for key in DATA if key in env and key in names and key not in env["task"]}
 
 
+def make_tools(nodes: Section) -> dict[str, Any]:
+    """Return the tools of env.tools by name: functions with their keys given, or objects."""
+    tools = {}
+    for name, node in nodes.items():
+        if not node:
+            continue
+        arguments_of_node(node)  # refuses a key that it does not take
+        target, fixed = find_target(node["_target_"]), dict(node)
+        del fixed["_target_"]
+        if inspect.isclass(target):
+            target, fixed = build({"_convert_": "all", **node}), {}
+        tools[name] = find_target("envs.tools.TypedTool").of(name, target, **fixed)
+    return tools
+
+
 def controller_arguments(kl: Section) -> tuple[Callable[..., Any], list[str]]:
     """Return the maker of kl.controller and the keys of kl.* that are its arguments."""
     named = kl["controller"]

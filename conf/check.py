@@ -200,12 +200,14 @@ def _packages_and_models(cfg: Config) -> Iterator[str]:
 def _parts(cfg: Config) -> Iterator[str]:
     """Yield the faults of named nodes."""
     env, verbs = cfg["env"], cfg["algorithm"]["after_rollout"]
-    named = {f"env.{key}": env[key] for key in ("transforms", "rewards")}
+    named = {f"env.{key}": env[key] for key in ("tools", "transforms", "rewards")}
     named |= {"algorithm.after_rollout": verbs or {}, "observers": cfg["observers"]}
     for where, nodes in named.items():
         for name, node in (nodes if isinstance(nodes, dict) else {"<name>": nodes}).items():
             if node is not None and not (isinstance(node, dict) and "_target_" in node):
                 yield f"expected {where}.{name} to be {{_target_: <class>}}, got {node!r:.80}"
+    if any(env["tools"].values()) and env["max_turns"] < 2:
+        yield "env.tools needs env.max_turns >= 2, one for a call and one for the answer, got 1"
     for path, node in walk(env["transforms"], "env.transforms"):
         if is_leash(node["_target_"]):
             why = "a run measures and charges the KL itself, by kl.coeff, kl.where, kl.estimator"

@@ -21,6 +21,7 @@ from conf.build import (
     data_arguments,
     find_target,
     make_leash,
+    make_tools,
 )
 from conf.check import walk
 from conf.schema import FOLDER, all_keys, changed, word
@@ -89,6 +90,8 @@ class Plan:
     engine: Part | None
     critic: Part | None
     env: Part
+    tools: dict[str, Any]  # TypedTools by name
+    call_tools: Part | None
     transforms: dict[str, Part]
     leash: Any  # the Leash itself, which needs no other object
     after_rollout: dict[str, Part]
@@ -108,8 +111,11 @@ class Plan:
         return self.optimizer(params=groups, model=model)
 
     def make_env(self, task: Any, policy: Any, transforms: Iterable[Any]) -> Any:
-        """Return the chat environment of a task with the transforms appended."""
-        env = self.env(task=task, system_prompt=policy.system_prompt)
+        """Return the chat environment of a task with its tools and the transforms appended."""
+        schemas = [tool.schema for tool in self.tools.values()]
+        env = self.env(task=task, system_prompt=policy.system_prompt, tools=schemas)
+        if self.call_tools:
+            transforms = [self.call_tools(tools=self.tools, renderer=policy.renderer), *transforms]
         for transform in transforms:
             env = env.append_transform(transform)
         return env
@@ -146,12 +152,15 @@ def _plan(config: Section) -> Plan:
     algorithm, engine = config["algorithm"], config["policy"]["engine"]
     critic = algorithm.get("critic")
     sizes = {"group_size": algorithm["group_size"], "max_turns": config["env"]["max_turns"]}
+    tools = make_tools(config["env"]["tools"])
     parts = Plan(
         runtime=keys.give(RUNTIMES[config["launch"]["strategy"]], "policy", "launch"),
         policy=policy_part(keys),
         engine=keys.give(engine) if engine else None,
         critic=keys.give({"_target_": "policies.Critic", **critic}) if critic else None,
         env=Part({"_target_": "envs.ChatEnv", **sizes}),
+        tools=tools,
+        call_tools=keys.give("envs.tools.CallTools", "env", objects=("tools",)) if tools else None,
         transforms=nodes_of(keys, config["env"]["transforms"]),
         leash=make_leash(config),
         after_rollout=after_rollout_parts(keys),
@@ -241,6 +250,7 @@ def take_keys_read_elsewhere(keys: Keys, parts: Plan) -> None:
     if config["kl"]["measure"]:
         keys.take("kl.reference", "kl.refresh_every", "kl.refresh_decay")
     keys.take("env.task", "env.rewards", "env.task_weight", "env.transforms", "policy.engine")
+    keys.take("env.tools")
     keys.take(*(f"env.{name}" for name in data_arguments(config["env"])))
 
 

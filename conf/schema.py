@@ -56,8 +56,8 @@ RANGES: dict[str, Callable[[Any], bool]] = {
 FOLDER = Path(__file__).parent
 # Sections that take any key. conf/check.py refuses keys of algorithm and optimizer that leash does
 # not declare, unless a class of the user's own may take them.
-OPEN = ("env.task", "env.rewards", "env.transforms", "policy.chat_template_kwargs", "observers")
-OPEN += ("algorithm", "optimizer")
+OPEN = ("env.task", "env.rewards", "env.tools", "env.transforms", "policy.chat_template_kwargs")
+OPEN += ("observers", "algorithm", "optimizer")
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class ChatEnv(EnvBase):
     `batch_size`: each reset has (B,) chats, with None any number; an unbatched query is repeated.
     `max_turns`: None is 1 with a task, and no limit without a task.
     `template_kwargs`: chat_template or chat_template_name, for the text and tokens modes.
+    `tools`: schemas that the template shows in chats of rows without "tools".
     `with_tokenizer=True` returns the env with an `IncrementalTokenizer`.
 
     >>> env = ChatEnv(batch_size=(1,), system_prompt="Be brief.")
@@ -78,6 +79,7 @@ class ChatEnv(EnvBase):
         input_mode: str = "history",
         batch_size: int | Sequence[int] | None = None,
         system_prompt: str | None = None,
+        tools: Sequence[dict[str, Any]] = (),
         tokenizer: Any = None,
         template_kwargs: dict[str, Any] | None = None,
         system_role: str = "system",
@@ -95,6 +97,7 @@ class ChatEnv(EnvBase):
         self.max_turns = 1 if max_turns is None and task is not None else max_turns
         self.batch_size = _batch_size(batch_size, group_size)
         self.system_prompt, self.data_key = system_prompt, data_key or "query"
+        self.tools = list(tools)
         self.system_role, self.user_role, self.policy_role = system_role, user_role, policy_role
         self.tokenizer, self.device = tokenizer, device
         self.renderer = None
@@ -124,13 +127,13 @@ class ChatEnv(EnvBase):
     def messages(self, row: dict) -> list[dict]:
         """Return the prompt of a row, with the env's system prompt if the row has none.
 
-        The tools of a row are in its first message.
+        Its tools, or those of the env, are in the first message.
         """
         messages = list(row["messages"])
         if self.system_prompt is not None and messages[0]["role"] != self.system_role:
             messages.insert(0, {"role": self.system_role, "content": self.system_prompt})
-        if row.get("tools"):
-            messages[0] = {**messages[0], "tools": row["tools"]}
+        if tools := row.get("tools") or self.tools:
+            messages[0] = {**messages[0], "tools": tools}
         return messages
 
     def rand_action(self, td: TensorDictBase) -> TensorDictBase:

@@ -19,7 +19,7 @@ CASES = {
     "ppo_tiny": [],
     "sft_tiny": [],
     "rm_tiny": [],
-    "grpo_calculator_tiny": [],
+    "grpo_tools_tiny": [],
     "grpo_smollm": ["trainer.num_iterations=2"],
 }
 

@@ -129,7 +129,7 @@ FAULTS = [  # words, and the key that the line names
     (["policy.top_k=5"], r"policy\.top_k"),
     (["algorithm.group_size=1"], r"algorithm\.group_size"),
     (["algorithm=rloo", "algorithm.epochs=2"], r"algorithm\.surrogate"),
-    (["experiment=grpo_calculator_tiny", "algorithm=dapo"], r"overlong\.max_tokens"),
+    (["experiment=grpo_tools_tiny", "algorithm=dapo"], r"overlong\.max_tokens"),
     (["experiment=sft_tiny", "kl.coeff=0.1"], r"kl\.coeff"),
     (["launch.offload=true"], r"launch\.offload"),
     (["launch=fsdp2", "launch.num_processes=2", "trainer.overlap=1"], r"trainer\.overlap"),

@@ -16,7 +16,8 @@ from runs import ROOT
 from trainer.reports import dashboard
 
 LAYERS = ("policies", "envs", "trainer")  # each may import those before it
-PACKAGES = ("policies", "envs", "envs.rewards", "envs.tasks", "envs.transforms", "trainer")
+PACKAGES = ("policies", "envs", "envs.rewards", "envs.tasks", "envs.tools", "envs.transforms")
+PACKAGES += ("trainer",)
 FILES = sorted(
     [ROOT / "train.py", *(p for name in (*LAYERS, "conf") for p in (ROOT / name).rglob("*.py"))]
 )
@@ -106,7 +107,7 @@ METRICS = {name.split("/")[0] for name in DOCUMENTED}
 
 def logged() -> set[str]:
     """Return the metrics that files make, of f"eval/pass@{k}" eval/pass@<k>."""
-    made = [n for n in TREES if n.startswith("trainer/") and "/reports/" not in n]
+    made = [n for n in TREES if n.startswith(("trainer/", "envs/tools/")) and "/reports/" not in n]
     source = "".join((ROOT / n).read_text() for n in made if Path(n).stem not in READERS)
     texts = re.findall(
         rf'"((?:{"|".join(METRICS)})/(?:[a-z0-9_]+|[^"\s]*\{{[^"]+\}}[^"\s]*))"', source

@@ -127,7 +127,7 @@ def test_two_ranks_sample_by_one_server_what_one_rank_does(colocated, server, tm
         assert [row[name] for row in rows[1:]] == pytest.approx(want, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ppo_tiny", "dapo_tiny", "grpo_calculator_tiny"])
+@pytest.mark.parametrize("name", ["ppo_tiny", "dapo_tiny", "grpo_tools_tiny"])
 def test_every_kind_of_run_samples_by_vllm(name, tmp_path):
     proved(run(tmp_path / "run", f"experiment={name}", *FEW))
 

@@ -37,6 +37,7 @@ class Trajectories:
         self.flags = {name: torch.zeros(size, dtype=torch.bool) for name in FLAGS}
         self.errors = torch.zeros(size, dtype=torch.float64)
         self.parts: dict[str, Tensor] = {}  # name -> [B] float64, NaN if the part never applied
+        self.logged: dict[str, Tensor] = {}  # metric of a transform -> [B] float64, its sum
         self.version = first.get("policy_version")
         self.prompts = _last_contents(first, "prompt")
         self.systems = _system_contents(first)
@@ -71,6 +72,9 @@ class Trajectories:
         for name, value in following.get("reward_part", TensorDict()).items():
             total = self.parts.setdefault(name, torch.full_like(self.errors, torch.nan))
             total[cpu_rows] = _sum(total[cpu_rows], value.squeeze(-1).cpu().double())
+        for name, value in following.get("logged", TensorDict()).items():
+            total = self.logged.setdefault(name, torch.zeros_like(self.errors))
+            total[cpu_rows] += value.cpu().double()
         for row, text in zip(cpu_rows.tolist(), _last_contents(td, "response"), strict=True):
             self.texts[row].append(text)
 
@@ -118,6 +122,8 @@ class Trajectories:
         batch.set("reward_raw", tokens["reward"])
         for name, total in self.parts.items():
             batch.set(("reward_part", name), total.float().to(device))
+        for name, total in self.logged.items():
+            batch.set(("logged", name), total.float().to(device))
         for name, flags in self.flags.items():
             batch.set(name, flags.to(device))
         batch.set("reward_errors", self.errors.float().to(device))

@@ -42,19 +42,25 @@ class PythonInterpreter(ToolTransformBase):
 class PythonTool:
     """Run Python code and return what it prints.
 
-    A tool for a `ToolRegistry`, python(code); the policy reads the line above. Each call runs in a
-    separate process with the `limits` of `Sandbox` (timeout, memory, file_size, processes,
-    max_output).
+    A tool of `env.tools` or, as python(code), of a `ToolRegistry`. Each call runs in a separate
+    process with the `limits` of `Sandbox` (timeout, memory, file_size, processes, max_output); code
+    that fails is a RuntimeError with its output.
     """
 
     name = "python"
     schema_in = {"code": str}  # noqa: RUF012
+    at_once = os.cpu_count() or 1  # calls
 
     def __init__(self, **limits: Any) -> None:
         self.sandbox = Sandbox(**limits)
 
     def __call__(self, code: str) -> str:
-        """Return the output; RuntimeError with it if the code failed."""
+        """Run Python code and return what it prints.
+
+        Args:
+            code: The program.
+
+        """
         ran = self.sandbox.run(code)
         if not ran.ok:
             raise RuntimeError(ran.output.rstrip())

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from envs.transforms.tool_parsers import Parser, PatternParser, ToolCall
 from envs.transforms.transform import Transform
 
 LONGEST = 4000  # characters of a result that the policy sees
+Results = Sequence[str | dict[str, Any]] | None  # texts, or messages without a role
 
 
 @dataclass(frozen=True)
@@ -110,17 +112,18 @@ class ToolTransformBase(Transform):
     """Append the results of a reply's tools to the next prompt, one message per result.
 
     Subclasses implement `_process_batch_item(content, index)`: the results of a reply, None or []
-    without calls. A chat with calls continues without reward, even if its task had ended it; a chat
-    at a limit makes no calls. Needs a ChatEnv in history mode (RuntimeError).
+    without calls. A chat with calls continues without reward, even if its task had ended it, and
+    without the task's next messages; a chat at a limit makes no calls. Needs a ChatEnv in history
+    mode (RuntimeError).
     """
 
     tool_role = "tool"
     chats: Sequence[list[dict[str, Any]]] = ()  # of this step, the replies last
 
-    def _process_batch_item(self, content: str, index: int) -> list[str] | None:
+    def _process_batch_item(self, content: str, index: int) -> Results:
         raise NotImplementedError(f"{type(self).__name__} has no _process_batch_item")
 
-    def _process_batch(self, contents: dict[int, str]) -> dict[int, list[str] | None]:
+    def _process_batch(self, contents: dict[int, str]) -> dict[int, Results]:
         """Return the results of each open row, one row after the other."""
         return {i: self._process_batch_item(text, i) for i, text in contents.items()}
 
@@ -134,8 +137,8 @@ class ToolTransformBase(Transform):
             {i: chats[i][-1]["content"] for i in self._open_rows(next_td)}
         )
         called = {i: texts for i, texts in results.items() if texts}
-        new = {i: list(map(self._message, texts)) for i, texts in called.items()}
-        change_chats(next_td, {i: lambda chat, i=i: [*chat, *new[i]] for i in new})
+        new = {i: [self._message(text) for text in texts] for i, texts in called.items()}
+        change_chats(next_td, {i: lambda _, i=i: [*chats[i], *new[i]] for i in new})
         reopened = torch.zeros(len(chats), dtype=torch.bool)
         reopened[list(called)] = True
         if "done" in next_td:
@@ -157,12 +160,15 @@ class ToolTransformBase(Transform):
             closed |= next_td.get("turn").reshape(-1).cpu() >= limit
         return (~closed).nonzero().flatten().tolist()
 
-    def _message(self, result: str) -> dict[str, Any]:
-        """Return a result as a message, cut to `LONGEST` characters."""
-        more = len(result) - LONGEST
-        text = result if more <= 0 else f"{result[:LONGEST]}\n[{more} more characters]"
+    def _message(self, result: str | dict[str, Any]) -> dict[str, Any]:
+        """Return a result, a text or a message, as a message, cut to `LONGEST` characters."""
+        message = {"content": result} if isinstance(result, str) else result
+        text = message["content"]
+        more = len(text) - LONGEST
+        text = text if more <= 0 else f"{text[:LONGEST]}\n[{more} more characters]"
         # JSON may contain lone surrogates
-        return {"role": self.tool_role, "content": text.encode(errors="replace").decode()}
+        content = text.encode(errors="replace").decode()
+        return {**message, "role": self.tool_role, "content": content}
 
 
 class ExecuteToolsInOrder(ToolTransformBase):
@@ -202,10 +208,8 @@ class ExecuteToolsInOrder(ToolTransformBase):
         if self.pass_state_to_tools:
             state = {"messages": self.chats[index], "index": index}
         try:
-            value = _within(self.timeout, self.registry.get(call.tool), call.args, state)
-            if not isinstance(value, str):
-                value = json.dumps(value, default=str, ensure_ascii=False)
-            return True, value
+            tool = self.registry.get(call.tool)
+            return True, as_text(_within(self.timeout, partial(tool, call.args, state)))
         except Refused as error:  # a fault of the set-up
             raise ValueError(str(error)) from error
         except (Exception, SystemExit) as error:  # any other error is a result for the policy
@@ -239,22 +243,34 @@ class SimpleToolTransform(ExecuteToolsInOrder):
         self.tool_role = tool_name
 
 
-def _within(timeout: float | None, tool: Tool, args: dict, state: dict | None) -> Any:
-    """Return a tool's result or raise TimeoutError; its thread is not stopped."""
+def as_text(value: Any) -> str:
+    """Return a tool's result as text: JSON unless it is a text."""
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _within(timeout: float | None, work: Callable[[], Any]) -> Any:
+    """Return the result of a call or raise TimeoutError; its thread is not stopped."""
     if timeout is None:
-        return tool(args, state)
-    answer: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(tool(args, state))
-        except (Exception, SystemExit) as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
+        return work()
+    answer = in_thread(work)
     if not wait([answer], timeout).done:
         raise TimeoutError(f"no answer within {timeout} s")
     return answer.result()
+
+
+def in_thread(work: Callable[[], Any]) -> Future[Any]:
+    """Return the future result of a call in a thread that does not delay the end of the process."""
+    answer: Future[Any] = Future()
+    answer.set_running_or_notify_cancel()  # from here on nobody can cancel it
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except (Exception, SystemExit) as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer
 
 
 def _clear(td: TensorDictBase, keys: Any, rows: torch.Tensor) -> None:

@@ -1,0 +1,139 @@
+"""Read the tool calls of a response in the format of the model's chat template.
+
+The format is found, not configured: a chat with made-up calls is rendered, and the first response
+template that reads these calls back is taken: the tokenizer's own, or one of formats.yaml.
+Left out on purpose: formats that write calls as Python code.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from policies.chats.chat_template import Renderer
+
+ERRORS = (ValueError, KeyError, TypeError, RecursionError)  # of responses that are not well formed
+ARGUMENTS = {"text": 'say "7"\nor so', "number": 7}
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "try_it",
+        "description": "Try it.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string", "description": "a text"},
+                "number": {"type": "integer", "description": "a number"},
+            },
+            "required": ["text", "number"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a response; `fault` says why it cannot be read. `id` is the model's own, or ""."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    id: str = ""
+    fault: str = ""
+
+
+class CallReader:
+    """Read the calls of responses by the chat template of a renderer.
+
+    `single` is True if the template refuses two calls of one response, and so their results.
+    ValueError if the template writes no tools, or writes calls that no response template reads.
+    """
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        question = {"role": "user", "content": "Go.", "tools": [SCHEMA]}
+        before = renderer.text([question])
+        if SCHEMA["function"]["name"] not in before:
+            raise ValueError(
+                f"env.tools: {renderer.name} writes no tools; set policy.chat_template=<a template "
+                "that does>"
+            )
+        prompt = renderer.text([question], add_generation_prompt=True)
+        self._start = prompt.removeprefix(before)  # the generation prompt; it may open thoughts
+        written = {}
+        for count in (2, 1):
+            with suppress(ValueError):  # templates of one call per response
+                written[count] = (
+                    renderer.text([question, _called(count)]).removeprefix(before).rstrip()
+                )
+        for end in map(renderer.tokenizer.decode, renderer.stop_ids):
+            written = {count: text.removesuffix(end) for count, text in written.items()}
+        self.single = 2 not in written
+        templates = [getattr(renderer.tokenizer, "response_template", None), *formats().values()]
+        for self._template in filter(None, templates):
+            if any(self._reads_back(*each) for each in written.items()):
+                return
+        raise ValueError(
+            f"env.tools: leash cannot read the calls that {renderer.name} writes, "
+            f"{written[1]!r:.200}; set policy.chat_template=<a template with calls of "
+            f"{', '.join(formats())}>, or response_template in tokenizer_config.json"
+        )
+
+    def _reads_back(self, count: int, text: str) -> bool:
+        """Return whether the response template reads `count` made-up calls in their text."""
+        calls = [(call.name, call.arguments) for call in self._read(text, "", [SCHEMA])]
+        return calls == [("try_it", ARGUMENTS)] * count
+
+    def __call__(self, response: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
+        """Return the calls of a response in order, those that cannot be read last.
+
+        The schemas of `tools` decide the types of arguments that a format writes as plain text.
+        """
+        return self._read(response, self._start, tools)
+
+    def _read(self, response: str, start: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
+        try:
+            message = self._renderer.tokenizer.parse_response(
+                response, self._template, prefix=start, tools=list(tools)
+            )
+        except ERRORS as error:
+            return [Call(fault=f"{type(error).__name__}: {error}")]
+        calls = list(map(_call, _flat(message.get("tool_calls", []))))
+        return calls + [Call(fault=f"got {text!r:.200}") for text in message.get("broken", [])]
+
+
+@cache
+def formats() -> dict[str, dict[str, Any]]:
+    """Return the response templates of formats.yaml by name."""
+    return yaml.safe_load(Path(__file__).with_name("formats.yaml").read_text(encoding="utf-8"))
+
+
+def _called(count: int) -> dict[str, Any]:
+    """Return a message with made-up calls."""
+    function = {"name": "try_it", "arguments": ARGUMENTS}
+    calls = [{"type": "function", "id": f"call{i:05}", "function": function} for i in range(count)]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _flat(calls: Any) -> Iterator[Any]:
+    for call in calls if isinstance(calls, list) else [calls]:
+        yield from _flat(call) if isinstance(call, list) else [call]
+
+
+def _call(item: Any) -> Call:
+    """Return a parsed call; models write arguments as an object, as its JSON, or as parameters."""
+    function = item.get("function", item) if isinstance(item, dict) else item
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return Call(fault=f"expected an object with a name and arguments, got {function!r:.200}")
+    arguments = function.get("arguments", function.get("parameters", {}))
+    if isinstance(arguments, str):
+        with suppress(*ERRORS):
+            arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        fault = f"expected the arguments as an object, got {arguments!r:.200}"
+        return Call(function["name"], fault=fault)
+    return Call(function["name"], arguments, id=str(item.get("id", "")))
