@@ -137,6 +137,19 @@ class BetaAdvantage(GroupAdvantage):
         return beta_density(mean, *mean_and_std(mean[mask.any(-1)], self.runtime))
 
 
+class MeasuredReward:
+    """Give the reward to the metrics alone: distillation learns from its teacher."""
+
+    reads = Leash.charged
+
+    def __init__(self, *, leash: Leash) -> None:
+        self.leash = leash
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Add the keys that `Leash.charge_reward` writes."""
+        return self.leash.charge_reward(batch)
+
+
 class NoAdvantage:
     """Return the batch unchanged: SFT has no reward."""
 
