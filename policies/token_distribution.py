@@ -310,9 +310,9 @@ def _divergence(
             slopes -= theirs.exp().sum(-1, keepdim=True)
             continue
         middle = _log_mixture(mine, theirs, mixture)  # [K, v]
-        own = (1 - mixture) * _mean(mine - middle, mine.exp())
-        value += mixture * _mean(theirs - middle, theirs.exp()) + own
-        slopes += own
+        rest = (1 - mixture) * _mean(mine - middle, mine.exp())
+        value += mixture * _mean(theirs - middle, theirs.exp()) + rest
+        slopes += rest
     return value, slopes
 
 

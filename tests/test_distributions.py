@@ -308,7 +308,10 @@ def test_the_gradient_of_the_slices_is_that_of_whole_logits(
     mine, other = logits(states, weight, bias).log_softmax(-1), logits(*theirs) / 2
     p, q = mine[:, : min(9, rows)].exp(), other.softmax(-1)[:, : min(9, rows)]
     middle = mixture * q + (1 - mixture) * p
-    weighted = ((1 - mixture or 1) * p * (p / middle).log(), (mixture or 1) * q * (q / middle).log())
+    weighted = (
+        (1 - mixture or 1) * p * (p / middle).log(),
+        (mixture or 1) * q * (q / middle).log(),
+    )
     plain = (
         mine.gather(-1, ids[keep][:, None]).squeeze(-1),
         -(mine.exp() * mine).sum(-1),

@@ -113,7 +113,7 @@ def last_job(words: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "--config-dir" not in c])
 def test_a_command_passes_all_checks(command, place):
-    for name in ("/path/to/model", "outputs/sft/model"):
+    for name in ("/path/to/model", "/path/to/teacher", "outputs/sft/model"):
         command = command.replace(name, str(place / "model"))
     words = expand([re.sub("^resume=(?!last$).*", f"resume={RUN}", w) for w in words_of(command)])
     overrides = [w for w in words if "=" in w and not w.startswith("-") and "..." not in w]

@@ -84,7 +84,7 @@ def charged_once(name: str, where: str) -> None:
 @pytest.mark.parametrize("name", SAMPLING)
 def test_the_kl_is_charged_once(name, where):
     if (name, where) == ("distil", "reward"):
-        with pytest.raises(ValueError, match="expects kl.where=loss"):
+        with pytest.raises(ValueError, match=r"expects kl\.where=loss"):
             run(name, leash(COEFF, where))
         return
     charged_once(name, where)

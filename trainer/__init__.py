@@ -9,6 +9,7 @@ from policies.lazy import lazy
 
 if TYPE_CHECKING:
     from trainer.advantage import BetaAdvantage as BetaAdvantage
+    from trainer.advantage import DecoupledAdvantage as DecoupledAdvantage
     from trainer.advantage import GroupAdvantage as GroupAdvantage
     from trainer.advantage import MeasuredReward as MeasuredReward
     from trainer.advantage import NoAdvantage as NoAdvantage

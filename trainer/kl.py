@@ -58,7 +58,7 @@ class Leash:
 
     @property
     def mixture(self) -> float:
-        """Return the weight of the reference in the exact divergence (`TokenDistribution.scores`)."""
+        """Return the mixture of the exact divergence (`TokenDistribution.scores`)."""
         return self._estimator.mixture
 
     def exact(self, scores: Scores) -> dict[str, Tensor]:
