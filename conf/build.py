@@ -13,6 +13,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from envs.tasks.task import rewards_anything
 from trainer.kl_control import CONTROLLERS, KLControllerBase
 
 # Keys of env that a task may take.
@@ -88,13 +89,15 @@ def _plain(value: Any) -> Any:
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def make_task(env: Section) -> Any:
+def make_task(env: Section, *, needs_reward: bool = True) -> Any:
     """Build the task of a resolved `env`, with the keys of DATA that the task takes.
 
-    With `rewards`, or a `task_weight` other than 1, the result is an `envs.rewards.Rewarded`.
+    With `rewards`, or a `task_weight` other than 1, the result is an `envs.rewards.Rewarded`, also
+    for a task without rewards that `needs_reward` allows.
     """
     task = build({"_convert_": "all", **env["task"]}, **data_arguments(env))
-    if not env["rewards"] and env["task_weight"] == 1:
+    plain = not env["rewards"] and env["task_weight"] == 1
+    if plain and (needs_reward or rewards_anything(task)):
         return task
     built = {}
     for name, node in env["rewards"].items():
@@ -163,7 +166,7 @@ def make_leash(config: Section) -> Any:
     kl = config["kl"]
     controller = make_controller(kl, **facts_of(config))
     estimator = kl["estimator"]
-    options = {name: kl[name] for name in ("where", "allow_biased")}
+    options = {name: kl[name] for name in ("where", "allow_biased", "jsd_weight", "cap")}
     options["estimator"] = build(estimator) if isinstance(estimator, Mapping) else estimator
     return build({"_target_": "trainer.Leash"}, controller=controller, **options)
 
@@ -185,8 +188,8 @@ def make_reference(cfg: DictConfig, policy: Any) -> Any:
     kl, limit = cfg.kl, cfg.trainer.micro_batch_tokens
     if not kl.measure:
         return trainer.NoReference()
-    moves = kl.refresh_every > 0
-    model = policies.load_reference(policy, kl.reference, moves=moves, micro_batch_tokens=limit)
+    options = {"moves": kl.refresh_every > 0, "temperature_factor": kl.reference_temperature}
+    model = policies.load_reference(policy, kl.reference, micro_batch_tokens=limit, **options)
     return trainer.Reference(policy, model, every=kl.refresh_every, decay=kl.refresh_decay)
 
 

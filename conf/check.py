@@ -30,7 +30,7 @@ PACKAGES = ("policies.", "envs.", "trainer.")  # of leash
 def check(cfg: Config) -> None:
     """Raise ValueError with the first fault of a resolved configuration."""
     replies = _replies if cfg["algorithm"]["rows"] == "prompts" else _no_replies
-    rules = (_targets, _undeclared, schema.faults, _run, replies, _leash)
+    rules = (_targets, _undeclared, schema.faults, _run, replies, _leash, _teacher)
     for rule in (*rules, _packages_and_models, _parts, _task):
         for fault in rule(cfg):
             raise ValueError(fault)
@@ -110,10 +110,11 @@ def _run(cfg: Config) -> Iterator[str]:
         if name.startswith("eval/") and not held_out["every"]:
             yield f"trainer.stop_at={name} needs evaluations, got eval.every=0; set eval.every=5"
     frontier, measured = held_out["frontier"], kl["measure"] and not kl["refresh_every"]
+    measured = measured and kl["reference_temperature"] == 1
     samples = held_out["num_samples"] and held_out["temperature"] == 1
     if frontier and not (frontier > 1 and samples and measured and kl["reference"] is None):
         text = "sampled replies (eval.num_samples >= 1, eval.temperature=1) and one reference"
-        also = "kl.measure=true without kl.refresh_every and kl.reference"
+        also = "kl.measure=true, no kl.refresh_every, kl.reference or kl.reference_temperature"
         yield f"eval.frontier={frontier} needs >= 2 {text} ({also}); leave it out"
 
 
@@ -143,6 +144,19 @@ def _leash(cfg: Config) -> Iterator[str]:
         yield f"kl.controller={kl['controller']} follows the measured KL; set kl.measure=true"
     if max(kl["coeff"], kl["end"] or 0) > 0 and not kl["measure"]:
         yield f"kl.coeff={kl['coeff']} needs the reference; set kl.measure=true"
+
+
+def _teacher(cfg: Config) -> Iterator[str]:
+    """Yield the faults of a run that learns from nothing but the KL in its loss."""
+    kl, objective = cfg["kl"], cfg["algorithm"]["objective"].get("_target_")
+    if objective != "trainer.DistilObjective":
+        return
+    if kl["reference"] is None and kl["reference_temperature"] == 1:
+        yield "algorithm=distil needs a teacher; give kl.reference=<folder or hub id>"
+    if kl["where"] != "loss":
+        yield f"algorithm=distil needs kl.where=loss, got {kl['where']}; leave it out"
+    if not max(kl["coeff"], kl["end"] or 0):
+        yield "algorithm=distil learns from the KL alone, got kl.coeff=0; leave it out"
 
 
 def _no_replies(cfg: Config) -> Iterator[str]:
@@ -236,6 +250,7 @@ def _task(cfg: Config) -> Iterator[str]:
     if all(map(is_file, _data_sets(env))):
         rows, held_out = cfg["algorithm"]["rows"], cfg["eval"]
         judged = rows == "prompts" or held_out["num_samples"] or held_out["greedy"]
+        judged = judged and cfg["algorithm"]["needs_reward"]
         try_task(json.dumps(env), rows, bool(judged))
 
 

@@ -231,7 +231,7 @@ def take_keys_read_elsewhere(keys: Keys, parts: Plan) -> None:
     """Take the keys that `Keys.give` does not hand over: conf/build.py or train.py reads them."""
     config = keys.config
     keys.take("algorithm.source", "algorithm.advantage", "algorithm.objective", "algorithm.rows")
-    keys.take("algorithm.critic")
+    keys.take("algorithm.critic", "algorithm.needs_reward")
     source, _ = arguments_of(parts.source.target)
     if "after_rollout" in source:
         keys.take("algorithm.after_rollout")
@@ -245,10 +245,15 @@ def take_keys_read_elsewhere(keys: Keys, parts: Plan) -> None:
     if config["algorithm"]["rows"] == "prompts":
         keys.take("algorithm.group_size", "trainer.overlap")
         keys.take("kl.estimator", "kl.where", "kl.allow_biased")
+        if parts.leash.needs_reference:
+            keys.take("kl.cap")
+        if parts.leash.estimator == "jsd":
+            keys.take("kl.jsd_weight")
     _, of_controller = controller_arguments(config["kl"])
     keys.take(*(f"kl.{name}" for name in of_controller))
     if config["kl"]["measure"]:
         keys.take("kl.reference", "kl.refresh_every", "kl.refresh_decay")
+        keys.take("kl.reference_temperature")
     keys.take("env.task", "env.rewards", "env.task_weight", "env.transforms", "policy.engine")
     keys.take("env.tools")
     keys.take(*(f"env.{name}" for name in data_arguments(config["env"])))

@@ -105,11 +105,13 @@ def load_reference(
     *,
     moves: bool = False,
     micro_batch_tokens: int | None = None,
+    temperature_factor: float = 1.0,
 ) -> TransformersWrapper:
     """Return a frozen scoring wrapper: a copy of the policy as it is now, or the model `name`.
 
     It scores the tokens of `masks.all_response_mask` only; the rest of its log-probs is 0.
-    `micro_batch_tokens` bounds the padded tokens of one forward.
+    `micro_batch_tokens` bounds the padded tokens of one forward. Its logits are divided by the
+    temperature of the policy times `temperature_factor`.
     A policy with an adapter is not copied: its reference is the same model with the adapter off,
     or, if the adapter is not at zero any more or the reference `moves`, with a copy of the adapter.
     """
@@ -127,6 +129,7 @@ def load_reference(
     separate = name is not None or not has_adapter(policy.model)
     if separate and not moves and policy.scorer.placement is LOCAL:
         _cast_layers(scorer)
+    scorer.temperature_factor = temperature_factor
     reference = policy.get_new_version(
         model=scorer,
         generate=False,

@@ -91,6 +91,7 @@ class Scorer(nn.Module):
             )
         self.model, self.autocast = model, autocast
         self.critic: Critic | None = None  # computes values in the same forward
+        self.temperature_factor = 1.0  # of a teacher: its logits are divided by this as well
         self.share_prompts = share_prompts and layouts.takes_masks(model.config)
 
     def train(self, mode: bool = True) -> "Scorer":
@@ -116,6 +117,7 @@ class Scorer(nn.Module):
         learn_entropy: bool = False,
         reference: "Scorer | None" = None,
         ref_states: Tensor | None = None,
+        mixture: float = 1.0,
         pack: bool = False,
         balance: bool = False,
     ) -> Scores:
@@ -125,6 +127,7 @@ class Scorer(nn.Module):
         (default: every attended token), temperature a number or [B], group_id [B] equal for rows
         of one prompt. The first attended token has 0. `entropy` has a gradient only with
         `learn_entropy`. `reference` adds the exact KL, from `ref_states` if given: its `states`.
+        `mixture` selects another divergence (`TokenDistribution.scores`).
         `pack` puts several rows into one. `balance` adds the imbalance of the experts; ValueError
         for a model without routers.
         """
@@ -142,7 +145,8 @@ class Scorer(nn.Module):
                     layout = reference._layout(tokens, attention_mask, keep, group_id)
                 states = reference.hidden(layout) if ref_states is None else ref_states[keep]
                 ref_dist = reference.distribution(states, keep, temperature)
-        scores = dist.scores(tokens, entropy=entropy, learn=learn_entropy, reference=ref_dist)
+        options = {"entropy": entropy, "learn": learn_entropy, "mixture": mixture}
+        scores = dist.scores(tokens, reference=ref_dist, **options)
         if value is not None:
             scores = replace(scores, values=placed(value, keep))
         if balance:
@@ -153,6 +157,7 @@ class Scorer(nn.Module):
         self, states: Tensor, keep: Tensor, temperature: Tensor | float
     ) -> TokenDistribution:
         """Return the distribution of the kept tokens from the states [K, H] that predict them."""
+        temperature = temperature * self.temperature_factor
         return TokenDistribution(self.head(), states, keep, temperature=temperature)
 
     def states(self, tokens: Tensor, attention: Tensor, keep=None, *, group_id=None) -> Tensor:

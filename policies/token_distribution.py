@@ -6,6 +6,7 @@ head's product from the memory of the gradient to be, or else computes them agai
 Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -30,7 +31,7 @@ class Scores:
 
     log_probs: Tensor
     entropy: Tensor | None = None  # nats, of the tempered distribution
-    full_kl: Tensor | None = None  # nats, KL(policy || reference), over the whole distribution
+    full_kl: Tensor | None = None  # nats, see `mixture` of TokenDistribution.scores
     values: Tensor | None = None  # reward, V(tokens < t) of the critic
     imbalance: Tensor | None = None  # of the experts, see `imbalance` in policies/scorer.py
 
@@ -98,15 +99,20 @@ class TokenDistribution:
         entropy: bool = False,
         learn: bool = False,
         reference: "TokenDistribution | None" = None,
+        mixture: float = 1.0,
     ) -> Scores:
         """Return log-probs of tokens [B, T] and what else is asked of the same logits.
 
-        The entropy has a gradient with `learn` only. With `reference`, also the exact KL to it.
+        The entropy has a gradient with `learn` only. With `reference`, also the exact divergence
+        from it. `mixture` is the reference's weight b in m = b reference + (1 - b) policy:
+        1 = KL(policy || reference), 0 = KL(reference || policy), between them the generalised
+        Jensen-Shannon divergence b KL(reference || m) + (1 - b) KL(policy || m) (GKD, arXiv
+        2306.13649 eq. 1).
         """
         both = [self] if reference is None else [self, reference]
         reads = [(d.head, d.states.detach().to(d.head.dtype or d.head.weight.dtype)) for d in both]
-        options = entropy or learn, learn, torch.is_grad_enabled()
-        inputs = reads, value[self.mask], self.scale, *options
+        options = entropy or learn, learn, torch.is_grad_enabled(), mixture
+        inputs = reads, value[self.mask], [d.scale for d in both], *options
         columns = _Sliced.apply(self.states, self.head.weight, self.head.bias, *inputs)
         return Scores(*(None if c is None else placed(c.squeeze(-1), self.mask) for c in columns))
 
@@ -134,41 +140,49 @@ class _Sliced(torch.autograd.Function):
     A slice z [K, v] has the logits of all kept tokens for v columns of the vocabulary. The forward
     sums over slices; the backward turns each into its gradient. With p = softmax(z), S the entropy
     and f = log p - log q for the reference's q:
-    d log p(y) / dz = onehot(y) - p, dS / dz = -p (log p + S), dKL / dz = p (f - KL).
+    d log p(y) / dz = onehot(y) - p, dS / dz = -p (log p + S), dKL / dz = p (f - KL). Any divergence
+    D has dD / dz = g - p sum(g) with g = dD / d log p; for the KL that is p (f + 1).
     """
 
     @staticmethod
-    def forward(ctx: Any, states, weight, bias, reads, target, scale, entropy, learn, keep):  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, states, weight, bias, reads, target, scales, entropy, learn, keep, mixture
+    ):
         """Return the columns; `reads` are (head, states) of the policy and of the reference."""
         keep = keep and any(ctx.needs_input_grad[:3])
         outputs = _Outputs(reads, ctx.needs_input_grad[1], keep)
         sizes, chosen = [len(head.weight) for head, _ in reads], 0.0
         sums, means, gaps = [[] for _ in reads], [], []
         for at in _slices(sizes, target):
-            both = [_tempered(outputs.compute(i, at), scale) for i in range(len(reads))]
+            both = [_tempered(outputs.compute(i, at), scale) for i, scale in enumerate(scales)]
             mine, index, inside = both[0], *_columns(target, at)
             chosen = mine.gather(1, index).where(inside, 0.0) + chosen
             probs = [z.softmax(-1) for z in both]  # within the slice
             for rows, z, p in zip(sums, both, probs, strict=True):
                 most = z.amax(-1, keepdim=True)
                 rows.append((most, 1 / p.amax(-1, keepdim=True)))  # max p = exp(0) / total
-            if len(both) > 1 and at.stop <= min(sizes):  # rows of one alone pad its embedding
+            # Rows of one head alone pad its embedding.
+            if len(both) > 1 and at.stop <= min(sizes) and mixture == 1:
                 gaps.append(_mean(both[1].sub_(mine), probs[0]))
             if entropy:
                 means.append(_mean(mine.sub_(sums[0][-1][0]), probs[0]))
         (top, rest, tops, share), *other = (_joined(rows) for rows in sums)
-        ctx.norms, ctx.mass, spread, full = [top + rest], 1.0, None, None
+        ctx.norms, spread, full, slopes = [top + rest], None, None, None
         if entropy:
             spread = rest - ((torch.cat(means, -1) + tops - top) * share).sum(-1, keepdim=True)
         if other:
             their_top, their_rest, *_ = other[0]
-            common = share[:, : len(gaps)]
             ctx.norms.append(their_top + their_rest)
-            ctx.mass = common.sum(-1, keepdim=True)
-            gap = (torch.cat(gaps, -1) * common).sum(-1, keepdim=True)  # of log q / p, unnormalised
-            full = ctx.mass * (their_top - top + their_rest - rest) - gap
-        ctx.save_for_backward(states, weight, bias, spread, full)
-        ctx.outputs, ctx.inputs = outputs, (target, scale, sizes)
+            if mixture == 1:
+                common = share[:, : len(gaps)]
+                mass = common.sum(-1, keepdim=True)
+                gap = (torch.cat(gaps, -1) * common).sum(-1, keepdim=True)  # of log q / p
+                full = mass * (their_top - top + their_rest - rest) - gap
+                slopes = full + mass
+            else:
+                full, slopes = _divergence(outputs, target, scales, ctx.norms, mixture)
+        ctx.save_for_backward(states, weight, bias, spread, slopes)
+        ctx.outputs, ctx.inputs = outputs, (target, scales, sizes, mixture)
         ctx.set_materialize_grads(False)
         if entropy and not learn:
             ctx.mark_non_differentiable(spread)
@@ -178,8 +192,8 @@ class _Sliced(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *above: Tensor | None):  # type: ignore[override]
         """Return the gradients of states [K, H], weight [V, H] and bias [V]."""
-        states, weight, bias, spread, kl = ctx.saved_tensors
-        outputs, (target, scale, sizes) = ctx.outputs, ctx.inputs
+        states, weight, bias, spread, slopes = ctx.saved_tensors
+        outputs, (target, scales, sizes, mixture) = ctx.outputs, ctx.inputs
         log_prob, entropy, full = above  # [K, 1] each
         head, hidden = outputs.reads[0]
         by_states = torch.zeros_like(states, dtype=torch.promote_types(states.dtype, torch.float32))
@@ -192,23 +206,31 @@ class _Sliced(torch.autograd.Function):
                 break
             mine = outputs.read(0, at)  # [K, v]
             slope = None if head.cap is None else 1 - (mine / head.cap).square()
-            mine = _tempered(mine, scale).sub_(ctx.norms[0])
-            grad = mine.exp()
+            mine = _tempered(mine, scales[0]).sub_(ctx.norms[0])
+            grad, more = mine.exp(), None
             factor = 0.0 if log_prob is None else -log_prob  # of p
             if full is not None:
-                behind = kl + ctx.mass
+                behind = slopes.clone()
                 if at.stop <= min(sizes):
-                    theirs = _tempered(outputs.read(1, at), scale).sub_(ctx.norms[1])
-                    behind = theirs.sub_(mine).add_(behind - 1)
+                    theirs = _tempered(outputs.read(1, at), scales[1]).sub_(ctx.norms[1])
+                    if mixture == 0:
+                        more = theirs.exp_().mul_(-full)
+                    elif mixture == 1:
+                        behind = theirs.sub_(mine).add_(behind - 1)
+                    else:
+                        gap = _log_mixture(mine, theirs, mixture).sub_(mine)
+                        behind = gap.mul_(1 - mixture).add_(behind)
                 factor = behind.mul_(-full).add_(factor)
             if entropy is not None:
                 factor = mine.add_(spread).mul_(-entropy).add_(factor)
             grad.mul_(factor)
+            if more is not None:
+                grad.add_(more)
             if log_prob is not None:
                 index, inside = _columns(target, at)
                 grad.scatter_add_(1, index, log_prob.where(inside, 0.0))
             grad = grad if slope is None else grad.mul_(slope)
-            grad = _tempered(grad, scale)
+            grad = _tempered(grad, scales[0])
             if by_bias is not None:
                 by_bias[at] = grad.sum(0)
             grad = grad.to(hidden.dtype)
@@ -216,7 +238,7 @@ class _Sliced(torch.autograd.Function):
             if by_weight is not None:
                 by_weight[at] = mm(grad.T, hidden)
         outputs.memory = outputs.by_weight = None  # another backward computes the outputs again
-        return by_states, by_weight, by_bias, *[None] * 6
+        return by_states, by_weight, by_bias, *[None] * 7
 
 
 class _Outputs:
@@ -265,6 +287,38 @@ class _Outputs:
             return None
         size = count * columns
         return self.memory[at].flatten()[number * size :][:size].view(count, columns)
+
+
+def _divergence(
+    outputs: _Outputs, target: Tensor, scales: list, norms: list[Tensor], mixture: float
+) -> tuple[Tensor, Tensor]:
+    """Return the divergence of a mixture below 1, and the sum of its slopes g, [K, 1] each.
+
+    Another pass over the columns of both vocabularies, since it needs normalised log-probs.
+    """
+    sizes = [len(head.weight) for head, _ in outputs.reads]
+    value, slopes = torch.zeros_like(norms[0]), torch.zeros_like(norms[0])
+    for at in _slices(sizes, target):
+        if at.stop > min(sizes):
+            break
+        mine, theirs = (  # not in place: what is read may be the memory
+            (outputs.read(i, at) / (1 if scales[i] is None else scales[i])) - norms[i]
+            for i in (0, 1)
+        )  # [K, v] each
+        if mixture == 0:
+            value += _mean(theirs - mine, theirs.exp())
+            slopes -= theirs.exp().sum(-1, keepdim=True)
+            continue
+        middle = _log_mixture(mine, theirs, mixture)  # [K, v]
+        rest = (1 - mixture) * _mean(mine - middle, mine.exp())
+        value += mixture * _mean(theirs - middle, theirs.exp()) + rest
+        slopes += rest
+    return value, slopes
+
+
+def _log_mixture(mine: Tensor, theirs: Tensor, mixture: float) -> Tensor:
+    """Return the log-probs of mixture * reference + (1 - mixture) * policy, [K, v]."""
+    return torch.logaddexp(theirs + math.log(mixture), mine + math.log1p(-mixture))
 
 
 def _slices(sizes: list[int], target: Tensor) -> list[slice]:

@@ -60,14 +60,16 @@ class Table:
 
 def estimate(policy: Table, ref: Table, estimator: str) -> Tensor:
     """Return leash's estimate of the KL of each token, [N, 2]; of what the policy itself says."""
-    if estimator == "full":
+    row = ESTIMATORS[estimator]
+    if row.needs == "vocabulary":
         states, others = policy.states().flatten(0, 1), ref.states().detach().flatten(0, 1)
         head, every = Head(torch.eye(V, dtype=torch.float64), None, None), SEQUENCES >= 0
         reference = TokenDistribution(head, others, every)
-        return TokenDistribution(head, states, every).scores(SEQUENCES, reference=reference).full_kl
+        options = {"reference": reference, "mixture": row.mixture}
+        return TokenDistribution(head, states, every).scores(SEQUENCES, **options).full_kl
     curr = policy.log_probs()  # [N, 2]; the ratio is 1
     log_ratio = curr - ref.log_probs().detach()  # [N, 2]
-    return ESTIMATORS[estimator].term(TokenKL(log_ratio, curr, curr.detach()))
+    return row.term(TokenKL(log_ratio, curr, curr.detach()))
 
 
 def expected(
@@ -100,7 +102,7 @@ def expected(
     leash.charge_reward(batch)
     value = torch.zeros_like(curr.detach())  # a critic that expects nothing
     batch["advantage"] = gae(batch["reward"], value, batch["loss_mask"], gamma=1.0, lmbda=1.0)
-    full = estimate(policy, ref, "full") if estimator == "full" else None
+    full = estimate(policy, ref, estimator) if needs == "vocabulary" else None
     made = GRPOObjective(clip_low=1.0, clip_high=1e9, leash=leash)
     terms = made(Scores(curr, full_kl=full), batch)
     loss = sum((who.chance().detach() * term).sum() for term in terms.loss.values())
@@ -111,6 +113,7 @@ def truths(policy: Table, ref: Table, sampler: Table | None = None) -> dict[str,
     """Return what the letters of the table of docs/kl.md stand for."""
     who = sampler or policy
     p, q, o = policy.states(), ref.states().detach(), who.states().detach()
+    m = ((p.exp() + q.exp()) / 2).log()
     visits = who.chance().detach()
     square = 0.5 * (policy.log_probs() - ref.log_probs().detach()) ** 2
     ratio = policy.log_probs().sum(-1) - ref.log_probs().detach().sum(-1)
@@ -122,6 +125,7 @@ def truths(policy: Table, ref: Table, sampler: Table | None = None) -> dict[str,
         "S": (policy.chance().squeeze(-1) * ratio).sum(),
         "R": (visits * (p.exp() * (p - q)).sum(-1)).sum(),
         "F": (visits * (q.exp() * (q - p)).sum(-1)).sum(),
+        "J": (visits * (p.exp() * (p - m) + q.exp() * (q - m)).sum(-1)).sum() / 2,
         "Q": (policy.chance() * square).sum(),
         "B": (visits * (o.exp() * (o - p)).sum(-1)).sum(),
         "R/r": weighed(o.exp() * (p - q)),  # of R a token has p (p - q), and r = p / o
@@ -137,7 +141,16 @@ OF_A_TOKEN = {  # an estimate of each token of a state, [..., V], of x = log sam
     "k2": lambda x, chance: x**2 / 2,
     "k3": lambda x, chance: torch.exp(-x) - 1 + x,
     "full": lambda x, chance: (chance * x).sum(-1, keepdim=True).expand_as(x),
+    "forward": lambda x, chance: -(chance * torch.exp(-x) * x).sum(-1, keepdim=True).expand_as(x),
+    "jsd": lambda x, chance: _half_divergences(x, chance).sum(-1, keepdim=True).expand_as(x),
 }
+
+
+def _half_divergences(x: Tensor, chance: Tensor) -> Tensor:
+    """Return what each token adds to the Jensen-Shannon divergence."""
+    other = chance * torch.exp(-x)
+    middle = (chance + other) / 2
+    return (chance * (chance / middle).log() + other * (other / middle).log()) / 2
 
 
 def surrogate(policy: Table, ref: Table, who: Table, kind: str) -> Tensor:

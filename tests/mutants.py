@@ -42,7 +42,7 @@ from test_metrics import (
 from test_models import has_the_layers_of_transformers
 from test_models_table import computes_as_transformers
 from test_routers import is_that_of_the_loop
-from test_update import kept_states_give_the_kl_of_a_pass
+from test_update import distils_as_the_loop, kept_states_give_the_kl_of_a_pass
 
 from trainer.kl_control import ConstantKLController
 from trainer.surrogates import token_ratio
@@ -282,6 +282,12 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
     "secrets shown": lambda f: lambda name, value: False,
     "cells without a text": lambda f: lambda self, index, column: self.rows[index].get(column),
     "a reward fails in silence": nothing,
+    "parts not divided": lambda f: lambda values, mask: torch.ones_like(values[:, :1]),
+    "a batch not divided": lambda f: lambda values, runtime: (f(values, runtime)[0], 1.0),
+    "a mixture the other way": lambda f: lambda mine, theirs, b: f(theirs, mine, b),
+    "a teacher's own temperature ignored": lambda f: (
+        lambda self, states, keep, scale: f(self, states, keep, scale / self.temperature_factor)
+    ),
     "a tool's state forged": lambda f: lambda self, args, state=None: self.function(**args),
     "a sandbox without limits": without_limits,
     "a stale engine": nothing,
@@ -296,6 +302,7 @@ IN_THE_REWARD = partial(charged_once, "grpo", "reward")
 LEFT_ONE_OUT = partial(leaves_the_baseline, "leave_one_out")
 WEIGHED = the_weighed_kl_is_the_reverse_one_whoever_sampled
 CORRECTED = a_bfloat16_generator_is_corrected
+DISTILLED = partial(distils_as_the_loop, "jsd", None)
 PLAIN_VALUES = values_are_those_of_a_plain_forward
 MEANS = means_are_over_their_rows_or_tokens
 FRONTIER = a_frontier_is_of_replies_at_temperature_one
@@ -351,6 +358,10 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("own reward in the baseline", PAPER["rloo"], f"{LOSSES}:BASELINES"),
     ("dropped rows in the baseline", LEFT_ONE_OUT, f"{LOSSES}:BASELINES"),
     ("whitened padding", PAPER["reinforce_pp"], "trainer.advantage:whiten"),
+    ("parts not divided", PAPER["gdpo"], "trainer.advantage:spread"),
+    ("a batch not divided", PAPER["gdpo"], "trainer.advantage:mean_and_std"),
+    ("a mixture the other way", DISTILLED, f"{DIST}:_log_mixture"),
+    ("a teacher's own temperature ignored", DISTILLED, "policies.scorer:Scorer.distribution"),
     ("another Beta density", PAPER["bnpo"], "trainer.advantage:beta_density"),
     *(
         row

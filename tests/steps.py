@@ -52,14 +52,14 @@ def tables(model, ids: Tensor, temperature: Tensor) -> Tensor:
     return (model(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
 
 
-def each_token(model, batch) -> Iterator[tuple[int, int, int, Tensor]]:
+def each_token(model, batch, factor: float = 1.0) -> Iterator[tuple[int, int, int, Tensor]]:
     """Yield row i, place t, id and log p(. | tokens < t) [V] of each kept token, by plain forwards.
 
-    The rows are padded on the right.
+    The rows are padded on the right. `factor`: of the batch's temperature.
     """
     for i, row in enumerate(batch["tokens", "full"]):
         ids = row[batch["masks", "all_attention_mask"][i]]
-        table = tables(model, ids, batch["temperature"][i])
+        table = tables(model, ids, factor * batch["temperature"][i])
         for t in batch["loss_mask"][i].nonzero().squeeze(-1).tolist():
             yield i, t, int(ids[t]), table[t - 1]
 

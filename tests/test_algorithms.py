@@ -25,6 +25,9 @@ from trainer.demonstrations import ReferenceLogProbs
 from trainer.surrogates import RATIOS, ClipRange, clipped_term, is_clipped
 
 BETA = 0.3  # KL coefficient
+# Of GDPO: parts of a reward. The second does not apply to every third row.
+SPEED = [i * i % 7 / 7 if i % 3 else math.nan for i in range(len(REWARDS))]
+PARTS = {"right": REWARDS, "speed": SPEED, "unweighted": REWARDS[::-1]}
 # How far a sampler is off, so that tokens lie on both sides of an algorithm's bounds.
 MOVES = {"gspo": 0.02, "cispo": 1.5, "dppo": 1.5, "dppo_kl": 1.5}
 
@@ -36,6 +39,8 @@ class Case:
         data = draw(move=move)
         self.batch = batch_of(data)
         self.batch["group_id"] = torch.arange(len(data.mask)) // group_size
+        for name, values in PARTS.items():
+            self.batch["reward_part", name] = torch.tensor(values, dtype=torch.float64)
         self.curr, self.gen, self.ref = map(data.log_probs, (data.curr, data.gen, data.ref))
         self.kept = [row.nonzero().flatten().tolist() for row in data.mask]
         self.rows, self.tokens = range(len(self.kept)), sum(map(len, self.kept))
@@ -165,6 +170,19 @@ def bnpo(c: Case, curr: Tensor) -> Tensor:
     return clipped(c, curr, a, over_most, 0.2, 0.28, BETA)
 
 
+def gdpo(c: Case, curr: Tensor) -> Tensor:
+    """arXiv 2601.05242: per part (r - mean) / std in the group, summed, then over the batch."""
+    total = [0.0 for _ in c.rows]
+    for weight, part in ((1.0, PARTS["right"]), (0.5, PARTS["speed"])):
+        for group in c.groups:
+            those = [part[i] for i in group if not math.isnan(part[i])]
+            for i in group:
+                if not math.isnan(part[i]):
+                    total[i] += weight * (part[i] - mean(those)) / (std(those) + 1e-4)
+    a = [(x - mean(total)) / (std(total) + 1e-4) for x in total]
+    return clipped(c, curr, a, over_tokens, 0.2, 0.2, BETA)
+
+
 def gspo(c: Case, curr: Tensor) -> Tensor:
     """arXiv 2507.18071 eq. 5 to 7, and GRPO's KL."""
     a, total = standard(c), torch.zeros(())
@@ -217,10 +235,11 @@ def minor_sft(c: Case, curr: Tensor) -> Tensor:
     return total / len(c.rows)
 
 
-EACH = (grpo, dapo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, bnpo, gspo, cispo)
+EACH = (grpo, gdpo, dapo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, bnpo, gspo, cispo)
 PAPERS = {f.__name__: f for f in (*EACH, dppo, dppo_kl, minor_sft)}
 WORDS = {
     "grpo": ("experiment=grpo_tiny", "algorithm=grpo"),
+    "gdpo": ("experiment=gdpo_tiny", "algorithm.part_weights={right: 1, speed: 0.5}"),
     "dppo_kl": ("experiment=dppo_tiny", "algorithm.surrogate=kl_mask", "algorithm.kl_bound=0.06"),
 }
 

@@ -69,6 +69,7 @@ GOES_WITH = {  # what a group file leaves to the user, or needs beside it
     "env=learnt_reward": ["env.task.reward_model=experiment:rm_tiny"],
     "env=preferences": ["algorithm=reward", *OFFLINE, *UNJUDGED],
     "optimizer=adamw_8bit": ["allow_targets=true"],
+    "algorithm=distil": ["kl.reference=tiny"],
     "algorithm=sft": OFFLINE,
     "algorithm=minor_sft": OFFLINE,
     "algorithm=reward": ["env=preferences", *OFFLINE, *UNJUDGED],
@@ -92,6 +93,7 @@ def place(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_composes_names_code_that_exists_and_is_read_back(name, place):
     rows = ["env.dataset=data.jsonl"] if name.endswith("_own") else []
+    rows += ["kl.reference=tiny", "env=answers"] if name == "distil_own" else []
     config = compose_checked([f"experiment={name}", *rows])
     assert not config["allow_targets"]
     (place / "config.yaml").write_text(yaml.safe_dump(config))
@@ -131,6 +133,10 @@ FAULTS = [  # words, and the key that the line names
     (["algorithm=rloo", "algorithm.epochs=2"], r"algorithm\.surrogate"),
     (["experiment=grpo_tools_tiny", "algorithm=dapo"], r"overlong\.max_tokens"),
     (["experiment=sft_tiny", "kl.coeff=0.1"], r"kl\.coeff"),
+    (["algorithm=distil"], r"kl\.reference"),
+    (["algorithm=distil", "kl.reference=tiny", "kl=reward"], r"kl\.where"),
+    (["algorithm=distil", "kl.reference=tiny", "kl.coeff=0"], r"kl\.coeff"),
+    (["kl.jsd_weight=1"], r"kl\.jsd_weight"),
     (["launch.offload=true"], r"launch\.offload"),
     (["launch=fsdp2", "launch.num_processes=2", "trainer.overlap=1"], r"trainer\.overlap"),
     (["trainer.overlap=1"], r"trainer\.overlap.*policy\.engine\.url"),

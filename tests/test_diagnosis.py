@@ -53,10 +53,16 @@ def noise(i: int) -> float:
 
 NO_GROUPS = {"group__zero_variance_fraction": "absent", "reward__std": 3e-9}
 NO_REWARD = {"reward__raw_mean": "absent", "loss__total": lambda i: i / 10}
+DISTILLED = {  # from a teacher that starts far away, with one reward for every response
+    **{"loss__policy": "absent", "reward__raw_mean": 0.5, "reward__std": 0.0},
+    **{"group__zero_variance_fraction": 1.0, "kl__ref": 4.0, "loss__total": lambda i: 4 / i},
+}
 STREAMS = [  # what differs from a healthy run; the rule that speaks first, and its iteration
     ({"group__zero_variance_fraction": 1.0}, {"equal_rewards": 10}),
     (NO_GROUPS, {"equal_rewards": 10}),
     ({"group__zero_variance_fraction": 0.97}, {}),
+    (DISTILLED, {}),
+    ({**DISTILLED, "loss__total": lambda i: i / 10}, {"falling": 30}),
     ({"response__truncated_fraction": 0.95}, {"mostly_truncated": 3}),
     ({"kl__ref": 3.5, "kl__ref_sequence": 70.0}, {"kl_exploding": 3}),
     ({"kl__ref": 0.9, "kl__ref_sequence": lambda i: i * 1.5}, {}),

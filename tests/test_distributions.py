@@ -288,7 +288,10 @@ def test_logits_of_whole_sequences_never_exist(monkeypatch, wanted):
 @pytest.mark.parametrize(("kept", "width"), [(0, 2), (2**28, 2), (0, 4), (0, 8)])
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("rows", [6, 9, 12])  # of the reference's vocabulary; the policy's has 9
-def test_the_gradient_of_the_slices_is_that_of_whole_logits(monkeypatch, cap, rows, kept, width):
+@pytest.mark.parametrize("mixture", [1.0, 0.0, 0.3])  # reverse KL, forward KL, GKD's JSD
+def test_the_gradient_of_the_slices_is_that_of_whole_logits(
+    monkeypatch, cap, rows, kept, width, mixture
+):
     monkeypatch.setattr(token_distribution, "SAVED", kept)
     monkeypatch.setattr(token_distribution, "SLICE", 10)
     monkeypatch.setattr(token_distribution, "NARROWEST", 1)
@@ -302,17 +305,22 @@ def test_the_gradient_of_the_slices_is_that_of_whole_logits(monkeypatch, cap, ro
         out = states @ weight.T + bias
         return (out if cap is None else cap * (out / cap).tanh()) / warmth
 
-    mine, other = logits(states, weight, bias).log_softmax(-1), logits(*theirs).log_softmax(-1)
-    size = min(9, rows)
+    mine, other = logits(states, weight, bias).log_softmax(-1), logits(*theirs) / 2
+    p, q = mine[:, : min(9, rows)].exp(), other.softmax(-1)[:, : min(9, rows)]
+    middle = mixture * q + (1 - mixture) * p
+    weighted = (
+        (1 - mixture or 1) * p * (p / middle).log(),
+        (mixture or 1) * q * (q / middle).log(),
+    )
     plain = (
         mine.gather(-1, ids[keep][:, None]).squeeze(-1),
         -(mine.exp() * mine).sum(-1),
-        (mine.exp() * mine)[:, :size].sum(-1) - (mine.exp()[:, :size] * other[:, :size]).sum(-1),
+        sum(weighted).sum(-1),
     )
-    at = {"temperature": torch.tensor([0.7, 1.3], dtype=torch.float64)}
-    reference = TokenDistribution(Head(theirs[1], None, cap), theirs[0], keep, **at)
-    dist = TokenDistribution(Head(weight, bias, cap), states, keep, **at)
-    found = dist.scores(ids, learn=True, reference=reference)
+    at = torch.tensor([0.7, 1.3], dtype=torch.float64)
+    reference = TokenDistribution(Head(theirs[1], None, cap), theirs[0], keep, temperature=2 * at)
+    dist = TokenDistribution(Head(weight, bias, cap), states, keep, temperature=at)
+    found = dist.scores(ids, learn=True, reference=reference, mixture=mixture)
     for i, values in enumerate((found.log_probs, found.entropy, found.full_kl)):
         torch.testing.assert_close(values[keep], plain[i], atol=1e-6, rtol=1e-6)
         grads = [

@@ -69,7 +69,8 @@ def place(tmp_path, monkeypatch) -> Path:
     said = {"role": "assistant", "content": "a"}
     chats = [{"messages": [{"role": "user", "content": f"Say {i}."}, said]} for i in "abc"]
     pairs = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
-    texts = {"problems": rows, "my": rows, "chats": chats, "pairs": pairs}
+    alone = [{"prompt": row["question"]} for row in rows]
+    texts = {"problems": rows, "my": rows, "chats": chats, "pairs": pairs, "prompts": alone}
     texts = {f"{name}.jsonl": "\n".join(map(json.dumps, each)) for name, each in texts.items()}
     config = compose_checked(["experiment=grpo_tiny", "policy.model=tiny"])
     texts |= {
@@ -113,7 +114,7 @@ def last_job(words: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "--config-dir" not in c])
 def test_a_command_passes_all_checks(command, place):
-    for name in ("/path/to/model", "outputs/sft/model"):
+    for name in ("/path/to/model", "/path/to/teacher", "outputs/sft/model"):
         command = command.replace(name, str(place / "model"))
     words = expand([re.sub("^resume=(?!last$).*", f"resume={RUN}", w) for w in words_of(command)])
     overrides = [w for w in words if "=" in w and not w.startswith("-") and "..." not in w]

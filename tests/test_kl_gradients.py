@@ -27,6 +27,9 @@ PAIRS = list(itertools.product(PLACES, ESTIMATORS))
 REFUSED = {(place, name) for name, own in ESTIMATORS.items() for place in own.refused}
 
 
+PULL = {"jsd": 0.25}  # b (1 - b) for the weight b = 1/2 of its mixture; of the others 1
+
+
 def rows() -> dict[tuple[str, str], list[str]]:
     """Return the table of the page: (place, estimator) to its other cells."""
     lines = re.findall(r"^\| (reward|loss) \| (\w+) \| (.+) \|$", PAGE.read_text(), re.M)
@@ -71,4 +74,5 @@ def test_only_refused_pairs_do_not_pull_near_the_reference(place, estimator):
         policy = Table(0, near=ref, eps=eps)
         want = truths(policy, ref)["S"]
         pull = float(expected(policy, ref, place, estimator) @ want / (want @ want))
-        assert abs(pull - ((place, estimator) not in REFUSED)) < 2 * eps
+        allowed = (place, estimator) not in REFUSED
+        assert abs(pull - allowed * PULL.get(estimator, 1.0)) < 2 * eps

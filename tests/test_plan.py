@@ -25,16 +25,21 @@ SECTIONS = ("algorithm", "trainer", "optimizer", "kl", "env", "policy")
 OFF = ("kl.coeff=0", "kl.measure=false")
 UNJUDGED = ("eval.num_samples=0", "eval.greedy=false")
 GOES_WITH = {"sft": OFF, "minor_sft": OFF, "reward": ("env=preferences", *OFF, *UNJUDGED)}
+UNSAMPLED = set(GOES_WITH)
+GOES_WITH["distil"] = ("kl.reference=tiny",)
 ALGORITHMS = sorted(path.stem for path in (FOLDER / "algorithm").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml"))
 # Keys that an algorithm's own parts do not read, by hand.
 DPPO = {"clip_low", "clip_high", "kl_bound"}
 REINFORCE = {"clip_low", "clip_high", "dual_clip", "tv_bound", "kl_bound", "ratio"}
 CLIP = {"tv_bound", "kl_bound"}
-UNREAD = {"dppo": DPPO, "rloo": REINFORCE, "cispo": {*CLIP, "dual_clip"}}
-UNREAD |= {name: set() for name in ("ppo", "sft", "minor_sft", "reward")}
+ONE_SUM = {"baseline", "scale_by_std", "whiten", "clip_advantage", "credit"}
+UNREAD = {"gdpo": CLIP | ONE_SUM, "dppo": DPPO, "rloo": REINFORCE, "cispo": {*CLIP, "dual_clip"}}
+UNREAD |= {name: set() for name in ("ppo", "sft", "minor_sft", "reward", "distil")}
 OF_CONTROLLERS = {"kl.target", "kl.horizon", "kl.end"}  # constant is the default
 OF_REFERENCES = {"kl.reference", "kl.refresh_every", "kl.refresh_decay"}
+OF_REFERENCES |= {"kl.reference_temperature"}
+EXACT = ("grpo_full", "distil")  # the default of algorithm=distil is kl=teacher
 OF_SAMPLING = {"algorithm.group_size", "trainer.overlap", "kl.allow_biased"}
 OF_DATA = {"env.eval_dataset", "env.split", "env.eval_split"}
 OF_DATA |= {f"env.columns.{name}" for name in ("messages", "question", "answer")}
@@ -42,7 +47,9 @@ OF_DATA |= {f"env.columns.{name}" for name in ("messages", "question", "answer")
 
 def config_of(algorithm: str) -> dict:
     words = GOES_WITH.get(algorithm, ())
-    return compose_checked([f"algorithm={algorithm}", "policy.model=tiny", *words])
+    config = compose_checked([f"algorithm={algorithm}", "policy.model=tiny", *words])
+    config["kl"]["reference"] = None  # kl.measure=false does not take a teacher
+    return config
 
 
 def other_value(key: Key):
@@ -84,7 +91,8 @@ def test_a_key_is_taken_or_refused(algorithm):
     """A renamed argument of leash's own would show here, too."""
     want = {f"algorithm.{name}" for name in UNREAD.get(algorithm, CLIP)} | OF_CONTROLLERS
     want |= OF_DATA if algorithm != "reward" else set()
-    want |= OF_REFERENCES | OF_SAMPLING if algorithm in GOES_WITH else set()
+    want |= OF_REFERENCES | OF_SAMPLING if algorithm in UNSAMPLED else set()
+    want |= {"kl.jsd_weight"} | (set() if algorithm in EXACT else {"kl.cap"})
     assert untaken(config_of(algorithm)) == want
 
 

@@ -29,7 +29,9 @@ from policies.load import load_policy, load_reference
 from policies.scorer import Critic
 from trainer.advantage import GroupAdvantage
 from trainer.demonstrations import Demonstrations
-from trainer.objectives import GRPOObjective, SFTObjective, Terms
+from trainer.kl import Leash
+from trainer.kl_control import ConstantKLController
+from trainer.objectives import DistilObjective, GRPOObjective, SFTObjective, Terms
 from trainer.optimizer import Muon, make_optimizer, make_schedule, parameter_groups
 from trainer.reference import Reference
 from trainer.update import Update, split_rows
@@ -103,6 +105,51 @@ def test_grpo_gradient_is_that_of_a_loop_over_tokens(policy, aggregation, estima
         policy.model.zero_grad()
         again, _ = gradient(policy, made, kept, micro_batch_tokens=120, **options)
         assert (again - got).norm() / got.norm() < 1e-12
+
+
+def divergences(p: Tensor, q: Tensor, weight: float) -> dict[str, Tensor]:
+    """Return the divergences of a token's log-probs, [V] each, by their definitions."""
+    m = (weight * q.exp() + (1 - weight) * p.exp()).log()
+    halves = weight * q.exp() * (q - m) + (1 - weight) * p.exp() * (p - m)
+    return {
+        "full": (p.exp() * (p - q)).sum(),
+        "forward": (q.exp() * (q - p)).sum(),
+        "jsd": halves.sum(),
+    }
+
+
+def distils_as_the_loop(estimator: str, cap: float | None) -> None:
+    """Raise AssertionError unless loss and gradient are those of a loop over tokens.
+
+    The teacher has another temperature; there is no reward.
+    """
+    policy = double_policy()
+    batch, teacher = prepared(policy)
+    teacher.scorer.temperature_factor = 0.4
+    own = Leash(ConstantKLController(kl_coef=COEFF), estimator, jsd_weight=0.3, cap=cap)
+    got, metrics = gradient(policy, DistilObjective(leash=own), batch, reference=teacher.scorer)
+    losses: dict[int, list[Tensor]] = defaultdict(list)
+    with torch.no_grad():
+        theirs = [q for *_, q in each_token(teacher.model, batch, 0.4)]
+    found = []
+    for (i, *_, p), q in zip(each_token(policy.model, batch), theirs, strict=True):
+        kl = divergences(p, q, 0.3)[estimator]
+        found.append(float(kl.detach()))
+        losses[i].append(COEFF * (kl if cap is None else kl.clamp(max=cap)))
+    loss = backward(policy, losses, "token_mean")
+    want = grad_of(policy)
+    assert (got - want).norm() / want.norm() < 1e-5
+    assert metrics["loss/total"] == metrics["loss/kl"] == pytest.approx(loss, abs=1e-6)
+    name = {"full": "kl/ref_full", "forward": "kl/ref_forward", "jsd": "kl/ref_jsd"}[estimator]
+    assert metrics[name] == pytest.approx(sum(found) / len(found), abs=1e-6)
+    if cap is not None:
+        assert min(found) < cap < max(found)
+
+
+@pytest.mark.parametrize("cap", [None, 0.3])
+@pytest.mark.parametrize("estimator", ["full", "forward", "jsd"])
+def test_distillation_gradient_is_that_of_a_loop_over_tokens(estimator, cap):
+    distils_as_the_loop(estimator, cap)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])

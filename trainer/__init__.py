@@ -9,7 +9,9 @@ from policies.lazy import lazy
 
 if TYPE_CHECKING:
     from trainer.advantage import BetaAdvantage as BetaAdvantage
+    from trainer.advantage import DecoupledAdvantage as DecoupledAdvantage
     from trainer.advantage import GroupAdvantage as GroupAdvantage
+    from trainer.advantage import MeasuredReward as MeasuredReward
     from trainer.advantage import NoAdvantage as NoAdvantage
     from trainer.checkpoint import Checkpoints as Checkpoints
     from trainer.demonstrations import Demonstrations as Demonstrations
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from trainer.kl_control import KLControllerBase as KLControllerBase
     from trainer.kl_control import LinearKLController as LinearKLController
     from trainer.kl_control import TargetKLController as TargetKLController
+    from trainer.objectives import DistilObjective as DistilObjective
     from trainer.objectives import EntropyBonus as EntropyBonus
     from trainer.objectives import GRPOObjective as GRPOObjective
     from trainer.objectives import MinorSFTObjective as MinorSFTObjective

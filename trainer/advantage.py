@@ -1,8 +1,9 @@
 """Advantages [B, T] from task rewards and the KL charged in the reward."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -135,6 +136,74 @@ class BetaAdvantage(GroupAdvantage):
             raise ValueError(f"BNPO expects rewards from 0 to 1, got {got}; rescale the reward")
         mean = group_mean(rewards, mask)[:, :1]  # [P, 1]
         return beta_density(mean, *mean_and_std(mean[mask.any(-1)], self.runtime))
+
+
+class DecoupledAdvantage(GroupAdvantage):
+    """Standardise each part of the reward in its group, add them, standardise over the batch.
+
+    GDPO: Liu et al. 2026 (arXiv 2601.05242). The rewards are the batch's reward parts; the total
+    is only logged. `part_weights` names the parts that count; None: all, those of env.rewards with
+    their weight, the task's with its `task_weight`. A part that does not apply to a row (NaN) adds
+    nothing to it. Rows without loss tokens count nowhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        group_size: int,
+        leash: Leash,
+        part_weights: Mapping[str, float] | None = None,
+        task: Any = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        super().__init__(group_size=group_size, leash=leash, runtime=runtime)
+        self.part_weights, self.task = part_weights, task
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Add the advantage to the batch."""
+        self.leash.charge_reward(batch)
+        mask, order = batch.get("loss_mask"), self._order(batch)  # [B, T], [B]
+        learnt = mask[order].any(-1).view(-1, self.group_size)  # [P, G]
+        total = in_float64(torch.zeros_like(learnt, dtype=torch.float32))  # [P, G]
+        parts = dict(batch.get("reward_part", {}).items())
+        for name, weight in self.weights(parts).items():
+            values = in_float64(parts[name][order]).view_as(learnt)  # [P, G]
+            applies = learnt & ~values.isnan()  # [P, G]
+            values = values.where(applies, 0.0)
+            distance = (values - group_mean(values, applies)) / spread(values, applies)
+            total = total + weight * distance.where(applies, 0.0)
+        mean, std = mean_and_std(total[learnt], self.runtime)
+        advantage = torch.zeros_like(batch.get("reward"))  # [B, T]
+        scaled = ((total - mean) / (std + STD_FLOOR)).to(advantage).view(-1, 1)  # [B, 1]
+        kl = batch.get("reward_kl")[order]  # [B, T]
+        options = {"group_size": self.group_size, "scale": None}
+        of_kl = group_advantage(torch.zeros_like(kl), kl, mask[order], **options)  # [B, T]
+        advantage[order] = scaled * mask[order] + of_kl
+        return batch.set("advantage", advantage)
+
+    def weights(self, parts: Collection[str]) -> Mapping[str, float]:
+        """Return the weight of each part that counts, of the reward's parts."""
+        functions = getattr(self.task, "functions", {})  # env.rewards
+        of_task = getattr(self.task, "task_weight", 1.0)
+        usual = {name: functions[name].weight if name in functions else of_task for name in parts}
+        weights = usual if self.part_weights is None else self.part_weights
+        if not weights or weights.keys() - usual.keys():
+            have = f"of {', '.join(parts)}" if parts else "and a reward with parts (env.rewards)"
+            raise ValueError(f"GDPO expects algorithm.part_weights {have}, got {dict(weights)}")
+        return weights
+
+
+class MeasuredReward:
+    """Give the reward to the metrics alone: distillation learns from its teacher."""
+
+    reads = Leash.charged
+
+    def __init__(self, *, leash: Leash) -> None:
+        self.leash = leash
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Add the keys that `Leash.charge_reward` writes."""
+        return self.leash.charge_reward(batch)
 
 
 class NoAdvantage:

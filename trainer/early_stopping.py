@@ -40,6 +40,16 @@ def read_rule(text: str) -> tuple[str, float]:
     raise ValueError(f"expected trainer.stop_at={example}, got {text}")
 
 
+def sweep_metric(scores: Mapping[str, float]) -> float:
+    """Return the first score of an evaluation: an accuracy, or minus the KL to a teacher.
+
+    >>> sweep_metric({"eval/kl_ref": 0.25, "eval/kl_ref_sequence": 2.0})
+    -0.25
+    """
+    name, value = next(iter(scores.items()))
+    return -value if name == "eval/kl_ref" else value
+
+
 @dataclass
 class EarlyStopping:
     """End a run once a metric crosses a value, or stops improving.
@@ -89,7 +99,7 @@ class EarlyStopping:
         name = next((name for name in metrics if name.startswith(SCORE)), None)
         if self.patience is None or name is None:
             return None
-        value = metrics[name]
+        value = sweep_metric({name: metrics[name]})
         self.worse = 0 if self.best is None or value > self.best else self.worse + 1
         self.best = value if self.best is None else max(value, self.best)
         if iteration and self.worse >= self.patience:

@@ -35,7 +35,7 @@ class Evaluate:
     `prompts_per_batch` prompts are sampled at a time, greedy replies as many at a time; draws
     depend on (seed, row, sample) only, so that two evaluations differ by the weights alone.
     `retrieve_kl` measures the KL of the sampled replies; with `frontier` replies to each row before
-    training, kl/efficiency judges it.
+    training, kl/efficiency judges it. A task that rewards nothing has the KL alone.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Evaluate:
         return scores, records
 
     def _play(self, iteration: int, kind: str, progress: Any, on_batch: Any) -> tuple[dict, list]:
-        out: dict[str, float] = {}
+        out, kls = dict[str, float](), dict[str, float]()
         records: list[dict[str, Any]] = []
         replies, done = sum(env.group_size for _, env, _ in self.plans), 0
         for name, env, generator in self.plans:
@@ -132,6 +132,11 @@ class Evaluate:
             done += size
             total = self.runtime.all_reduce_sum(sums)
             rows = max(total["rows"], 1.0)
+            if total["tokens"]:
+                kls["eval/kl_ref"] = total["kl"] / total["tokens"]
+                kls["eval/kl_ref_sequence"] = total["kl"] / (rows * size)
+            if not self.task.rewarded:
+                continue
             out[f"eval/{name}_accuracy"] = total["right"] / (rows * size)
             for label in sorted(filter(None, set(self.labels))):
                 share = total[f"right {label}"] / max(total[f"rows {label}"] * size, 1.0)
@@ -140,10 +145,7 @@ class Evaluate:
                 out[f"eval/pass@{size}"] = total["solved"] / rows
             if first:
                 out["eval/reward"] = total["reward"] / (rows * size)
-            if total["tokens"]:
-                out["eval/kl_ref"] = total["kl"] / total["tokens"]
-                out["eval/kl_ref_sequence"] = total["kl"] / (rows * size)
-        return out, records
+        return out | kls, records
 
     @torch.no_grad()
     def _join_scoring(self) -> None:

@@ -1,7 +1,7 @@
 """KL penalty to the reference policy, charged once: in the reward or in the loss."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -22,6 +22,8 @@ class Leash:
     ("reward" or "loss") selects the one that charges. `controller` sets the coefficient;
     `estimator` is a row of trainer/kl_estimators.py or an own `Estimator`. Without `allow_biased`,
     raise ValueError if the pair of `where` and `estimator` does not have the gradient of a KL.
+    `jsd_weight` is the weight of the reference in the mixture of "jsd". A token whose KL in the
+    loss is above `cap` nats counts as `cap`, without a gradient.
 
     >>> from trainer.kl_control import ConstantKLController
     >>> Leash(ConstantKLController(kl_coef=0.1), estimator="k1", where="reward").coeff
@@ -38,6 +40,8 @@ class Leash:
     estimator: str | Estimator = "k3"
     where: str = "loss"
     allow_biased: bool = False
+    jsd_weight: float = 0.5
+    cap: float | None = None
 
     def __post_init__(self) -> None:
         check_place(self.where, self.estimator, allow_biased=self.allow_biased)
@@ -53,8 +57,19 @@ class Leash:
         return self.where == "loss" and self._estimator.needs == "vocabulary"
 
     @property
+    def mixture(self) -> float:
+        """Return the mixture of the exact divergence (`TokenDistribution.scores`)."""
+        return self._estimator.mixture
+
+    def exact(self, scores: Scores) -> dict[str, Tensor]:
+        """Return the exact divergence [B, T] by the name of its metric, or {} if not computed."""
+        kl = scores.full_kl
+        return {} if kl is None else {self._estimator.metric: kl.detach()}
+
+    @property
     def _estimator(self) -> Estimator:
-        return find_estimator(self.estimator)
+        row = find_estimator(self.estimator)
+        return replace(row, mixture=self.jsd_weight) if self.estimator == "jsd" else row
 
     def charge_reward(self, batch: TensorDictBase) -> TensorDictBase:
         """Write reward_kl and reward = reward_raw + reward_kl.
@@ -87,7 +102,7 @@ class Leash:
         if kl.shape != curr.shape or kl.requires_grad != curr.requires_grad:
             text = f"expected the term of kl.estimator to be {[*curr.shape]} with a gradient"
             raise ValueError(f"{text}, got {[*kl.shape]}, requires_grad={kl.requires_grad}")
-        return {"kl": self.coeff * kl}
+        return {"kl": self.coeff * (kl if self.cap is None else kl.clamp(max=self.cap))}
 
     def follow(self, metrics: Mapping[str, float], *, replies: int) -> None:
         """Update the coefficient from the KL of an iteration.

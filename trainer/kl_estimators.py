@@ -24,8 +24,8 @@ class TokenKL:
     """What an estimator may use of each sampled token.
 
     log_ratio: log policy - log reference. curr, gen: log-probs of the trained policy and of the
-    sampling policy; in the reward they are equal. full_kl: the exact KL(policy || reference) over
-    the vocabulary, for an estimator that needs "vocabulary".
+    sampling policy; in the reward they are equal. full_kl: the exact divergence over the
+    vocabulary, for an estimator that needs "vocabulary".
     """
 
     log_ratio: Tensor
@@ -42,11 +42,14 @@ class Estimator:
     `needs`: "samples" (the log-ratio), "ratio" (curr and gen) or "vocabulary" (full_kl); the reward
     has samples only. `refused`: reason and remedy for each place in which the expected gradient is
     not that of a KL; kl.allow_biased=true allows the pair if the place has what it needs.
+    `mixture` selects full_kl, logged as `metric`: see `TokenDistribution.scores`.
     """
 
     term: Callable[[TokenKL], Tensor]
     needs: Literal["samples", "ratio", "vocabulary"] = "samples"
     refused: Mapping[str, str] = field(default_factory=dict)
+    mixture: float = 1.0
+    metric: str = "kl/ref_full"
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -77,26 +80,29 @@ def k3_ratio(token: TokenKL) -> Tensor:
 
 
 def exact_kl(token: TokenKL) -> Tensor:
-    """Return the exact KL of each token's state."""
+    """Return the exact divergence of each token's state."""
     assert token.full_kl is not None
     return token.full_kl
 
 
 NO_PULL = "it has no KL gradient near the reference; use kl=reward (k1)"
 NO_GRADIENT = "its gradient in the loss is zero; use kl.estimator=full, k3_ratio, k2 or k3"
+OF_STATE = {"reward": "it does not depend on its own token; use kl=reward (k1)"}
 ESTIMATORS: dict[str, Estimator] = {  # k1, k2, k3: Schulman 2020, "Approximating KL divergence"
     "k1": Estimator(lambda token: token.log_ratio, refused={"loss": NO_GRADIENT}),
     "k2": Estimator(lambda token: 0.5 * token.log_ratio.square(), refused={"reward": NO_PULL}),
     "k3": Estimator(lambda token: k3(token.log_ratio), refused={"reward": NO_PULL}),
-    "full": Estimator(
-        exact_kl,
-        needs="vocabulary",
-        refused={"reward": "it does not depend on its own token; use kl=reward (k1)"},
-    ),
+    "full": Estimator(exact_kl, needs="vocabulary", refused=OF_STATE),
     "k3_ratio": Estimator(
         k3_ratio,
         needs="ratio",
         refused={"reward": "it is k3 there, at a ratio of 1; use kl=reward (k1)"},
+    ),
+    "forward": Estimator(
+        exact_kl, needs="vocabulary", refused=OF_STATE, mixture=0.0, metric="kl/ref_forward"
+    ),
+    "jsd": Estimator(  # kl.jsd_weight is its mixture
+        exact_kl, needs="vocabulary", refused=OF_STATE, mixture=0.5, metric="kl/ref_jsd"
     ),
 }
 

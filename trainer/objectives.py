@@ -78,23 +78,46 @@ class GRPOObjective:
         moved = self.ratio(curr, old, mask)  # [B, T]
         inputs = (curr, gen, moved, advantage, self.bounds)
         loss = {"policy": self.surrogate.term(*inputs) * batch.get("policy_weight", 1.0)}  # [B, T]
+        means = moved_since_sampling(scores, batch) | self.leash.exact(scores)
         with torch.no_grad():
-            clipped = self.surrogate.stopped(*inputs)  # [B, T]
-            means = {
-                "kl/behaviour": gen - curr,
-                "kl/behaviour_k3": k3(gen - curr),
-                "kl/mismatch": (gen - curr).abs(),
-                "policy/clip_fraction": clipped.float(),
-            }
+            means["policy/clip_fraction"] = self.surrogate.stopped(*inputs).float()  # [B, T]
             maxima = {"policy/ratio_max": torch.where(mask, moved.detach(), 0.0)}
             if self.surrogate.divergence is not None:
                 name, distance = self.surrogate.divergence
                 maxima[name] = torch.where(mask, distance(gen, curr), 0.0)
-        if scores.entropy is not None:
-            means["policy/entropy"] = scores.entropy
-        if scores.full_kl is not None:
-            means["kl/ref_full"] = scores.full_kl.detach()
         return Terms(loss | self.leash.loss_term(scores, batch), means, maxima)
+
+
+@torch.no_grad()
+def moved_since_sampling(scores: Scores, batch: TensorDictBase) -> dict[str, Tensor]:
+    """Return the distances of the policy from the generator, and its entropy, [B, T] each."""
+    curr, gen = scores.log_probs, batch.get(("log_probs", "full"))  # [B, T] each
+    means = {
+        "kl/behaviour": gen - curr,
+        "kl/behaviour_k3": k3(gen - curr),
+        "kl/mismatch": (gen - curr).abs(),
+    }
+    return means if scores.entropy is None else means | {"policy/entropy": scores.entropy}
+
+
+class DistilObjective:
+    """The leash alone: the divergence from a teacher on the policy's own responses.
+
+    The gradient is that of each token's divergence in the states that were visited; none goes
+    through the sampling (GKD: Agarwal et al. 2024, arXiv 2306.13649 section 3).
+    """
+
+    reads = Leash.learnt
+
+    def __init__(self, *, leash: Leash) -> None:
+        if leash.where != "loss":
+            raise ValueError(f"DistilObjective expects kl.where=loss, got {leash.where}")
+        self.leash = leash
+
+    def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
+        """Return the terms of a micro-batch."""
+        loss = self.leash.loss_term(scores, batch) or {"kl": 0.0 * scores.log_probs}
+        return Terms(loss, moved_since_sampling(scores, batch) | self.leash.exact(scores))
 
 
 class PPOObjective(GRPOObjective):

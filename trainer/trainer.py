@@ -25,7 +25,7 @@ from tensordict import TensorDictBase
 from policies.protocols import Generator, Policy
 from trainer.batch import ADVANTAGE_WRITES, LEARNT, SOURCE_WRITES, check_written
 from trainer.checkpoint import Checkpoints, remove, save_model
-from trainer.early_stopping import EarlyStopping
+from trainer.early_stopping import EarlyStopping, sweep_metric
 from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
 from trainer.observer import Observer
@@ -236,7 +236,7 @@ class Trainer:
             records = [{**record, "kind": kind} for record in records]
         metrics = {**metrics, **scores, "progress/iteration": iteration}
         if scores:
-            self.progress.objective = next(iter(scores.values()))
+            self.progress.objective = sweep_metric(scores)
             self.runtime.write_status(held_out=len(self.evaluate.rows))
         self._write(metrics)
         if records:

@@ -180,6 +180,7 @@ class Update:
                 learn_entropy=self.entropy.coeff > 0,
                 reference=self.reference,
                 ref_states=batch.get("ref_states", None),
+                mixture=self.leash.mixture,
                 pack=self.packing,
                 balance=self.router_coeff > 0,
             )

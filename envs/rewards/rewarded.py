@@ -15,7 +15,7 @@ class Rewarded(Task):
 
     `rewards` by name; the unweighted score is the reward part of that name, math.nan if it does
     not apply. Success is the task's; for a task without rewards it is a total above 0, and a reply
-    without any applicable reward is dropped.
+    without any applicable reward is dropped. Without `rewards` such a task rewards nothing: 0.
 
     >>> from envs.rewards import Function
     >>> from envs.tasks import SortDigits
@@ -37,6 +37,7 @@ class Rewarded(Task):
                 )
         self.task, self.functions, self.task_weight = task, dict(rewards), task_weight
         self.judges = rewards_anything(task)
+        self.rewarded = self.judges or bool(rewards)
         self._warned: set[str] = set()  # functions whose first error was printed
 
     def rows(self, split: Split) -> Sequence[Row]:
@@ -90,7 +91,8 @@ class Rewarded(Task):
             parts[name] = score
             if not math.isnan(score):
                 total += function.weight * score
-        applied = self.judges or errors or not all(math.isnan(parts[name]) for name in scores)
+        left_out = bool(scores) and all(math.isnan(parts[name]) for name in scores)
+        applied = self.judges or errors or not left_out
         success = base.success if self.judges else total > 0
         return Reward(total, parts, success, errors, dropped or not applied)
 

@@ -53,6 +53,8 @@ class Task:
     1.0
     """
 
+    rewarded = True  # False: every reward is 0, so evaluations show no accuracy
+
     def rows(self, split: Split) -> Sequence[Row]:
         """Return the rows of a split; train and eval share none."""
         raise NotImplementedError(f"{type(self).__name__} has no rows: override rows(split)")

@@ -20,6 +20,7 @@ from trainer.observer import Observer
 from trainer.runs.run_files import ITERATION, number, read_lines
 
 QUIET = 10  # iterations without a finding until it ends, so that it does not flap
+LEARNT = "loss/policy"  # distillation, which only measures rewards, has none
 WINDOW = 200  # iterations that the rules read
 BASE = 10  # first iterations, the baseline of a run
 ACCURACIES = ("eval/sampled_accuracy", "eval/greedy_accuracy")
@@ -57,15 +58,24 @@ class Past:
         values = [v for line in self.lines[-size:] if (v := line.get(name)) is not None]
         return values if len(values) == size else []
 
-    def beyond(self, metric: str, *, times: int, above=-math.inf, below=math.inf) -> Values:
-        """Return the latest value of a metric whose last `times` values lie beyond a threshold."""
-        values = self.last(metric, times)
+    def beyond(
+        self, metric: str, *, times: int, above=-math.inf, below=math.inf, beside: str | None = None
+    ) -> Values:
+        """Return the latest value of a metric whose last `times` values lie beyond a threshold.
+
+        None if the last iteration lacks the metric `beside`.
+        """
+        values = self.last(metric, times) if beside is None or self.last(beside, 1) else []
         exceeded = values and above < min(values) and max(values) < below
         return {"value": values[-1]} if exceeded else None
 
     def signal(self) -> tuple[str, float, list[float], list[float]]:
-        """Return the reward, else the loss: name, sign to maximise, first and latest."""
-        rewarded = any("reward/raw_mean" in line for line in self.lines[-WINDOW:])
+        """Return the reward that a policy learns from, else the loss.
+
+        As name, sign to maximise, first and latest values.
+        """
+        lines = self.lines[-WINDOW:]
+        rewarded = any({LEARNT, "reward/raw_mean"} <= line.keys() for line in lines)
         name, sign = ("reward/raw_mean", 1.0) if rewarded else ("loss/total", -1.0)
         first, last = (
             [sign * value for line in lines if (value := line.get(name)) is not None]

@@ -1,0 +1,57 @@
+"""Distillation through the command line: prompts alone and a teacher; the gradient: test_update."""
+
+import json
+
+import pytest
+from runs import metrics, train
+
+from conf.build import make_task
+from envs.tasks.task import Reply
+from trainer.early_stopping import EarlyStopping
+
+
+@pytest.fixture
+def prompts(tmp_path) -> str:
+    rows = [{"prompt": f"Sort the digits in ascending order: {1000 + 37 * i}"} for i in range(40)]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+@pytest.mark.runs
+def test_prompts_and_a_teacher_are_enough(prompts, tmp_path):
+    """The teacher is the same model, four times as sure of its tokens."""
+    words = ("policy.model=tiny", "kl.reference=tiny", "kl.reference_temperature=0.25")
+    steps = ("trainer.num_iterations=45", "trainer.prompts_per_iteration=16", "optimizer.lr=3e-3")
+    folder = tmp_path / "run"
+    options = ("policy.max_new_tokens=8", "eval.every=0", f"output_dir={folder}")
+    done = train("experiment=distil_own", *words, f"env.dataset={prompts}", *steps, *options)
+    assert done.code == 0, done.text
+    lines = metrics(folder)
+    kls = [line["kl/ref_full"] for line in lines if "kl/ref_full" in line]
+    assert sum(kls[-5:]) < sum(kls[:5]) / 3
+    assert all(line.get("loss/policy") is None for line in lines)
+    evaluations = [line for line in lines if "eval/kl_ref" in line]
+    assert [line for line in lines if "eval/sampled_accuracy" in line] == []
+    status = json.loads((folder / "status.json").read_text())
+    assert status["objective"] == -evaluations[-1]["eval/kl_ref"]
+    told = [note["rule"] for note in status.get("notes", []) if note["level"] != "info"]
+    assert {*told} <= {"mostly_truncated"}, "equal rewards are no fault; such a model never ends"
+
+
+def test_a_task_without_rewards_gives_zeros_and_drops_nothing(prompts):
+    node = {"_target_": "envs.tasks.Prompts", "dataset": prompts, "columns": {"question": "prompt"}}
+    env = {"task": node, "rewards": {}, "task_weight": 1.0}
+    task = make_task(env, needs_reward=False)
+    row = task.rows("train")[0]
+    (reward,) = task.rewards([row], [Reply("1", True, [])])
+    assert (reward.total, reward.dropped, task.rewarded) == (0.0, False, False)
+    with pytest.raises(NotImplementedError, match="rewards nothing"):
+        make_task(env).rewards([row], [Reply("1", True, [])])
+
+
+def test_patience_waits_for_a_smaller_kl_where_nothing_is_rewarded():
+    enough = EarlyStopping(patience=2)
+    kls = [0.5, 0.3, 0.2, 0.25, 0.3]
+    ended = [bool(enough({"eval/kl_ref": kl}, i)) for i, kl in enumerate(kls)]
+    assert ended == [False, False, False, False, True]
