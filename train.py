@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     steps = cfg.trainer.num_iterations * cfg.algorithm.epochs * cfg.algorithm.minibatches
     parts = plan(config)
+    if cfg.preflight_gpu:
+        return import_module("trainer.modes.preflight.cluster").run(parts, config, folder)
     with parts.runtime(folder=folder, seed=cfg.seed) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
         needs_reward = config["algorithm"]["needs_reward"]

@@ -96,6 +96,10 @@ def _run(cfg: Config) -> Iterator[str]:
     for name, key in schema.declared()["policy"]["lora"].items():
         if not policy["lora"]["r"] and policy["lora"][name] != key.default:
             yield f"policy.lora.{name} is for policy.lora.r > 0, got 0; set it, or leave it out"
+    if cfg["preflight_gpu"] and not cfg["preflight"]:
+        yield "preflight_gpu is for preflight=true; add it, or leave preflight_gpu out"
+    if cfg["preflight_gpu"] and cfg["launch"]["offload"]:
+        yield "preflight_gpu counts shards on GPUs; leave launch.offload out"
     if cfg["launch"]["in_process"] and ranks > 1:
         yield f"launch.in_process needs launch.num_processes=1, got {ranks}; change one of them"
     shards = cfg["launch"]["strategy"] == "fsdp2" and ranks > 1

@@ -44,9 +44,10 @@ def row_bytes(model: nn.Module, tokens: int) -> float:
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kept = 2 * (getattr(config, "num_key_value_heads", None) or heads) * width
-    dtype = next(model.parameters()).dtype
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
+    weight = next(model.parameters())
+    dtype, device = weight.dtype, weight.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
     cache = config.num_hidden_layers * kept * tokens * dtype.itemsize
     return GROWTH * cache + LOGITS * 4 * config.vocab_size
 

@@ -61,13 +61,8 @@ def load_policy(
     files = replace(files, frozen=check_model(network))
     if lora and lora.get("r") != 0:
         files = replace(files, without_adapter=adapters.add_adapter(network, **lora))
-    if gradient_checkpointing:  # nothing is random in a layer: dropout is 0
-        how = {"use_reentrant": False, "preserve_rng_state": False}
-        # The second is the name that older versions of transformers have for it.
-        old = getattr(network, "gradient_checkpointing_enable", None)
-        enable: Any = getattr(network, "activation_checkpointing_enable", old)
-        enable(how)
-        network.disable_input_require_grads()  # only the reentrant kind needs that
+    if gradient_checkpointing:
+        compute_again(network)
     autocast = resolve_autocast(autocast, network.device)
     scorer = Scorer(network, autocast=getattr(torch, autocast) if autocast else None)
     kwargs = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -86,6 +81,17 @@ def load_policy(
     policy.classes = classes
     policy.system_prompt = system_prompt
     return policy
+
+
+def compute_again(network: Any) -> None:
+    """Let the layers keep only their inputs, and compute the rest again in the backward."""
+    # Nothing is random in a layer: dropout is 0.
+    how = {"use_reentrant": False, "preserve_rng_state": False}
+    # The second is the name that older versions of transformers have for it.
+    old = getattr(network, "gradient_checkpointing_enable", None)
+    enable: Any = getattr(network, "activation_checkpointing_enable", old)
+    enable(how)
+    network.disable_input_require_grads()  # only the reentrant kind needs that
 
 
 def resolve_autocast(name: str | None, device: torch.device) -> str | None:
@@ -124,11 +130,10 @@ def load_reference(
         adapter = None if bare else adapters.freeze_copy(policy.model)
         scorer = adapters.AdapterScorer(policy.scorer, adapter)
     else:
-        network = policy.scorer.placement.copy(policy.model).requires_grad_(False).eval()
-        scorer = Scorer(network, autocast=policy.scorer.autocast)
+        scorer = frozen_copy(policy.scorer)
     separate = name is not None or not has_adapter(policy.model)
     if separate and not moves and policy.scorer.placement is LOCAL:
-        _cast_layers(scorer)
+        cast_layers(scorer)
     scorer.temperature_factor = temperature_factor
     reference = policy.get_new_version(
         model=scorer,
@@ -225,7 +230,13 @@ def _load_scorer(files: ModelFiles, policy: TransformersWrapper) -> Scorer:
     return Scorer(network.requires_grad_(False), autocast=policy.scorer.autocast)
 
 
-def _cast_layers(scorer: Scorer) -> None:
+def frozen_copy(scorer: Scorer) -> Scorer:
+    """Return a scorer of the same weights as they are now."""
+    network = scorer.placement.copy(scorer.model).requires_grad_(False).eval()
+    return Scorer(network, autocast=scorer.autocast)
+
+
+def cast_layers(scorer: Scorer) -> None:
     """Cast the linear layers of a frozen model to the dtype of their products; scores are equal."""
     layers = list(scorer.model.modules())
     embeddings = [x.weight for x in layers if isinstance(x, torch.nn.Embedding)]  # shared by a head

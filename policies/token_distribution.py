@@ -110,11 +110,30 @@ class TokenDistribution:
         2306.13649 eq. 1).
         """
         both = [self] if reference is None else [self, reference]
-        reads = [(d.head, d.states.detach().to(d.head.dtype or d.head.weight.dtype)) for d in both]
-        options = entropy or learn, learn, torch.is_grad_enabled(), mixture
-        inputs = reads, value[self.mask], [d.scale for d in both], *options
-        columns = _Sliced.apply(self.states, self.head.weight, self.head.bias, *inputs)
+        reads, scales = [(d.head, d.states) for d in both], [d.scale for d in both]
+        options = {"entropy": entropy, "learn": learn, "mixture": mixture}
+        columns = score_columns(reads, value[self.mask], scales, **options)
         return Scores(*(None if c is None else placed(c.squeeze(-1), self.mask) for c in columns))
+
+
+def score_columns(
+    reads: list[tuple[Head, Tensor]],
+    target: Tensor,
+    scales: list[Tensor | None],
+    *,
+    entropy: bool = False,
+    learn: bool = False,
+    mixture: float = 1.0,
+) -> tuple[Tensor | None, ...]:
+    """Return log-prob, entropy or None, divergence or None of the kept tokens, [K, 1] each.
+
+    reads: head and states [K, H] of the policy, and of the reference for a divergence; target [K]:
+    the ids; scales: the temperature [K, 1] of each of `reads`, None for 1.
+    """
+    head, states = reads[0]
+    fixed = [(h, x.detach().to(h.dtype or h.weight.dtype)) for h, x in reads]
+    options = entropy or learn, learn, torch.is_grad_enabled(), mixture
+    return _Sliced.apply(states, head.weight, head.bias, fixed, target, scales, *options)
 
 
 def named_mask(batch: TensorDictBase, name: str) -> Tensor:

@@ -64,7 +64,7 @@ class Checkpoints:
         """Write a checkpoint after `iteration`; RuntimeError if the weights of two ranks differ."""
         check_agreement(self.policy.scorer, self.runtime, iteration=iteration)
         main = self.runtime.is_main
-        moments = self._moments(materialize=main)
+        moments = gather_moments(self.optimizer, self.policy, fill=main)
         reference = placement_of(self.reference).plain(fill=main)
         with self.policy.scorer.placement.plain(fill=main), reference:
             self.runtime.set_phase("save")
@@ -107,18 +107,6 @@ class Checkpoints:
         critic = self.policy.scorer.critic
         named = () if critic is None else critic.named_parameters()
         return {name: p.detach() for name, p in named if p.requires_grad}
-
-    def _moments(self, *, materialize: bool = True) -> dict[str, Tensor]:
-        """Gather the optimiser's state over ranks as named tensors, or {} if not `materialize`."""
-        out, placement = {}, self.policy.scorer.placement
-        for name, param in trained_parameters(self.optimizer, self.policy):
-            if state := self.optimizer.state.get(param, {}):
-                for key, value in (state | placement.master(name, param)).items():
-                    value = torch.as_tensor(value).detach()
-                    full = value.full_tensor() if hasattr(value, "full_tensor") else value
-                    if materialize:  # one at a time, since a GPU has no room for all
-                        out[f"{name}/{key}"] = full.to("cpu", copy=True).contiguous()
-        return out
 
     def newest(self) -> Path | None:
         """Return the newest undamaged checkpoint, or None if the folder has no checkpoint.
@@ -249,6 +237,21 @@ def remove(path: Path) -> None:
     """Remove a folder, a file or a link (not its target), if it exists."""
     is_folder = path.is_dir() and not path.is_symlink()
     shutil.rmtree(path) if is_folder else path.unlink(missing_ok=True)
+
+
+def gather_moments(
+    optimizer: torch.optim.Optimizer, policy: Policy, *, fill: bool = True
+) -> dict[str, Tensor]:
+    """Gather the optimiser's state over ranks as named tensors on the CPU, or {} if not `fill`."""
+    out, placement = {}, policy.scorer.placement
+    for name, param in trained_parameters(optimizer, policy):
+        if state := optimizer.state.get(param, {}):
+            for key, value in (state | placement.master(name, param)).items():
+                value = torch.as_tensor(value).detach()
+                full = value.full_tensor() if hasattr(value, "full_tensor") else value
+                if fill:  # one at a time, since a GPU has no room for all
+                    out[f"{name}/{key}"] = full.to("cpu", copy=True).contiguous()
+    return out
 
 
 def trained_parameters(optimizer: torch.optim.Optimizer, policy: Policy):

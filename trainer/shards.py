@@ -1,7 +1,7 @@
 """launch=fsdp2: shard policy, critic and reference over the ranks before making the optimizer."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,8 @@ class ShardedRuntime(Runtime):
             cpu = device == "cpu" or not torch.cuda.is_available()
             _init_process_group(cpu=cpu, timeout=timeout)
         super().__init__(folder, seed=seed, device=device, timeout=timeout)
-        self.offload = offload
-        self.shards = self.ranks if shards is None else shards
-        if self.ranks % self.shards:
-            raise ValueError(
-                f"launch.shards={shards}: expected a divisor of the {self.ranks} ranks"
-            )
+        self.offload, self.shards = offload, shards
+        check_shards(self.ranks, shards)
 
     def load(self, make: Callable[..., Policy]) -> Policy:
         """Return the policy that `make` loads, on the CPU: no GPU holds all weights."""
@@ -56,25 +52,39 @@ class ShardedRuntime(Runtime):
         """Shard the policy and those of `others` with a scorer, then make the optimizer."""
         if self.ranks == 1:
             return super().prepare(policy, make)
-        mesh, main = self._mesh(), policy.scorer
-        shard(main, mesh, offload=self.offload)
+        mesh, main = make_mesh(self.device.type, self.ranks, self.shards), policy.scorer
         scorers = {id(part.scorer): part.scorer for part in others if hasattr(part, "scorer")}
-        for scorer in scorers.values():
-            if scorer is main or not isinstance(scorer, Scorer):
-                continue
-            if scorer.model is main.model:  # with another or no adapter
-                share(scorer, main)
-            else:
-                shard(scorer, mesh, offload=self.offload)
+        shard_all(main, list(scorers.values()), mesh, offload=self.offload)
         return main, make(main)
 
-    def _mesh(self) -> DeviceMesh:
-        """Return the mesh of the shards, and of their copies if there are several (HSDP)."""
-        copies = self.ranks // self.shards
-        if copies == 1:
-            return init_device_mesh(self.device.type, (self.ranks,))
-        names = ("copies", "shards")
-        return init_device_mesh(self.device.type, (copies, self.shards), mesh_dim_names=names)
+
+def check_shards(ranks: int, shards: int | None) -> None:
+    """Raise ValueError if the ranks do not split into copies of `shards` ranks."""
+    if ranks % (shards or ranks):
+        raise ValueError(f"launch.shards={shards}: expected a divisor of the {ranks} ranks")
+
+
+def make_mesh(device: str, ranks: int, shards: int | None = None) -> DeviceMesh:
+    """Return the mesh of the shards, and of their copies if there are several (HSDP)."""
+    copies = ranks // (shards or ranks)
+    if copies == 1:
+        return init_device_mesh(device, (ranks,))
+    names = ("copies", "shards")
+    return init_device_mesh(device, (copies, ranks // copies), mesh_dim_names=names)
+
+
+def shard_all(
+    main: Scorer, others: Sequence[Any], mesh: DeviceMesh, *, offload: bool = False
+) -> None:
+    """Shard a scorer, and those of `others` that are scorers of a model in this process."""
+    shard(main, mesh, offload=offload)
+    for scorer in others:
+        if scorer is main or not isinstance(scorer, Scorer):
+            continue
+        if scorer.model is main.model:  # with another or no adapter
+            share(scorer, main)
+        else:
+            shard(scorer, mesh, offload=offload)
 
 
 def _init_process_group(*, cpu: bool, timeout: float) -> None:

@@ -65,6 +65,7 @@ def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
         try:
             prepare(config, folder, compose=compose)
             ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
+            ranks = 1 if config.get("preflight_gpu") else ranks  # a dry run
             command = worker_command(config, folder)
             if config["launch"].get("in_process"):
                 status = run_in_process(command, folder, threads=threads)
