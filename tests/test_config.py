@@ -159,6 +159,7 @@ FAULTS = [  # words, and the key that the line names
     (["experiment=grpo_own"], r"env\.dataset"),
     (["experiment=rm_tiny", "eval.num_samples=2"], r"eval\.num_samples=0 eval\.greedy=false"),
     (["preflight=true", "mode=chat"], "preflight"),
+    (["preflight_gpu=80"], r"preflight_gpu.*preflight=true"),
     (["experiment=grpo_tiny", "output_dir=run"], "run already holds a run"),
     ([SEARCH, "experiment=typo"], r"kl\.ceoff.*experiment/typo\.yaml.*kl\.coeff"),
     ([SEARCH, "experiment=bare"], r"experiment/bare\.yaml: .*# @package _global_"),

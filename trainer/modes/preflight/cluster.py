@@ -9,9 +9,10 @@ keep for the backward what they keep on a CPU.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,6 +133,15 @@ class Rank:
         trained = [p for p in self.scorer.parameters() if p.requires_grad]
         copies = mesh is None and launch["num_processes"] > 1
         self.buckets = {p: torch.zeros_like(p) for p in trained} if copies else {}  # DDP's
+        self.step_peak = self._step(trained)  # the moments appear
+
+    def _step(self, trained: list[nn.Parameter]) -> int:
+        for weight in trained:
+            weight.grad = self.buckets.get(weight, torch.zeros_like(weight))
+        self.ledger.restart()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return self.ledger.peak
 
     def backward(self, rows: int, tokens: int) -> int:
         """Run a micro-batch of sequences; return the peak of bytes."""
@@ -141,8 +151,10 @@ class Rank:
             weight.grad = bucket
         layout = layout_of(rows, tokens)
         exact = self.reference if self.leash.needs_reference else None
-        inside(self.scorer, lambda: self._loss(layout, exact)).backward()
+        work = partial(inside, self.scorer, lambda: self._loss(layout, exact))
+        (work() if exact is None else inside(exact, work)).backward()
         self.scorer.eval()
+        self.optimizer.zero_grad(set_to_none=True)
         return self.ledger.peak
 
     def _loss(self, layout: Layout, exact: Scorer | None) -> Tensor:
@@ -150,7 +162,7 @@ class Rank:
         reads = [(self.scorer.head(), states)]
         if exact is not None:
             with torch.no_grad():
-                reads.append((exact.head(), inside(exact, lambda: exact.hidden(layout))))
+                reads.append((exact.head(), exact.hidden(layout)))
         target, scales = layout.input_ids.flatten(), [None] * len(reads)
         options = {"entropy": True, "mixture": self.leash.mixture}
         columns = score_columns(reads, target, scales, **options)
@@ -158,13 +170,6 @@ class Rank:
         if self.scorer.critic is not None:
             terms.append(self.scorer.critic(layout, states))
         return torch.stack([term.sum() for term in terms]).sum()
-
-    def step(self) -> int:
-        """Take an optimiser step; return the peak of bytes."""
-        self.ledger.restart()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return self.ledger.peak
 
     def score(self, rows: int, tokens: int) -> int:
         """Score sequences with the reference; return the peak of bytes."""
@@ -229,12 +234,8 @@ def measure(parts: Any, settings: dict[str, Any]) -> Figures:
         ledger = stack.enter_context(by_shapes())
         rank = Rank(parts, settings, ledger, mesh)
         weights = list(rank.scorer.parameters())
-        rank.backward(1, tokens)
-        rank.step()  # the moments appear
         held, twice = ledger.now, rank.backward(2 * rows, tokens)
-        rank.step()
         once, calls, sent = rank.backward(rows, tokens), dict(ledger.calls), dict(ledger.bytes)
-        step = rank.step()
         if rank.buckets:
             calls, sent = {"all-reduce": 1}, {"all-reduce": sum(b.nbytes for b in rank.buckets)}
         checkpoint, moments = rank.save(), ledger.host
@@ -244,7 +245,7 @@ def measure(parts: Any, settings: dict[str, Any]) -> Figures:
             evaluation = rank.score(rows, tokens)
     return Figures(
         weights=sum(p.numel() for p in weights), tokens=tokens, rows=rows, held=held,
-        update=once, a_row=(twice - once) // rows, step=step, calls=calls, sent=sent,
+        update=once, a_row=(twice - once) // rows, step=rank.step_peak, calls=calls, sent=sent,
         whole=whole if alone else None, cache=int(cache), evaluation=evaluation,
         checkpoint=checkpoint, host=rank.loaded * min(ranks, NODE),
         saved=moments + rank.loaded,
@@ -261,35 +262,42 @@ def tokens_of(settings: dict[str, Any]) -> int:
 def report(found: Figures, settings: dict[str, Any], findings: Findings) -> None:
     """Print the figures, and a problem for each that is above the GPU's memory."""
     room, launch = settings["preflight_gpu"] * 2**30, settings["launch"]
-    ranks = launch["num_processes"]
+    ranks, model = launch["num_processes"], settings["policy"]["model"]
     findings.section(
-        f"Dry run of {settings['policy']['model']}, {found.weights / 1e9:.2f}e9 weights, launch="
-        f"{launch['strategy']} on {ranks} GPUs of {gib(room)}",
-        f"by shapes alone: nothing ran on a GPU. A sequence has {found.tokens} tokens, a "
-        f"micro-batch {found.rows * found.tokens}",
+        "Dry run, from shapes alone: nothing runs on a GPU",
+        f"{model}, {found.weights / 1e9:.2f}e9 weights, launch={launch['strategy']}, "
+        f"GPUs: {ranks} of {gib(room)}",
+        f"a sequence has {found.tokens} tokens, a micro-batch {found.rows * found.tokens}",
     )
-    fewer = "lower trainer.micro_batch_tokens, or policy.gradient_checkpointing=true"
-    served = "policy/engine=vllm with policy.engine.url samples elsewhere"
-    shards = "policy.dtype=bfloat16, policy.lora.r=16, or launch=fsdp2 with more processes"
-    lines = [
-        ("shards and moments", found.held, shards),
-        ("backward of a micro-batch", found.update, fewer),
-        ("optimiser step", found.step, shards),
-        ("evaluation", found.evaluation, served),
-        ("checkpoint on rank 0", found.checkpoint, shards),
-    ]
-    if found.whole is not None:
-        lines.insert(3, ("whole policy and a sampled row", found.whole + found.cache, served))
-    for name, size, remedy in lines:
-        findings.say(f"{name:<31}{gib(size):>11}")
+    findings.section("Memory of rank 0's GPU")
+    for name, size, remedy in phases(found):
+        findings.say(f"{name:<30}{gib(size):>10}")
         if size > FULL * room:
             findings.problem(f"{name}: {gib(size)} of {gib(room)}; {remedy}")
     if found.whole is not None:
         count = max(int(FREE_SHARE * (room - found.whole) / found.cache), 0)
         findings.say(f"a sampled row takes {gib(found.cache)}: {count} rows at a time fit")
-    most = found.rows + int((FULL * room - found.update) // max(found.a_row, 1))
+    most = found.rows + int((FULL * room - found.update) // found.a_row)
     findings.say(f"the largest trainer.micro_batch_tokens that fits: {max(most, 0) * found.tokens}")
-    for name, size in found.sent.items():
-        findings.say(f"{name} of a micro-batch: {gib(size)} in {found.calls[name]} calls")
-    findings.say(f"host memory: {gib(found.host)} a node of {min(ranks, NODE)} ranks at the start")
-    findings.say(f"host memory: {gib(found.saved)} on rank 0 for a checkpoint")
+    findings.section(
+        "Memory of the host",
+        f"{gib(found.host)} a node of {min(ranks, NODE)} ranks while they load",
+        f"{gib(found.saved)} of rank 0 for a checkpoint",
+    )
+    often = "an optimiser step" if launch["strategy"] == "ddp" else "a micro-batch"
+    sent = (f"{name}: {gib(size)} in {found.calls[name]} calls" for name, size in found.sent.items())
+    findings.section(f"Collectives of {often}", *sent)
+
+
+def phases(found: Figures) -> Iterator[tuple[str, int, str]]:
+    """Yield what needs a GPU's memory, its bytes, and what lowers it."""
+    shards = "policy.dtype=bfloat16, policy.lora.r=16, or more processes with launch=fsdp2"
+    served = "a vLLM server samples: policy/engine=vllm policy.engine.url="
+    yield "shards, moments, reference", found.held, shards
+    less = "lower trainer.micro_batch_tokens, or policy.gradient_checkpointing=true"
+    yield "forward and backward", found.update, less
+    yield "optimiser step", found.step, shards
+    if found.whole is not None:
+        yield "whole policy, a sampled row", found.whole + found.cache, served
+    yield "evaluation", found.evaluation, served
+    yield "gathering a checkpoint", found.checkpoint, shards
