@@ -102,7 +102,12 @@ def test_peaks_are_those_of_real_tensors(folder, more):
     [
         ("algorithm=ppo", "algorithm.critic.kind=separate", *FSDP2),
         ("policy.lora.r=4", *FSDP2),
-        ("kl.estimator=full", "policy.dtype=bfloat16", "policy.gradient_checkpointing=true", *FSDP2),
+        (
+            "kl.estimator=full",
+            "policy.dtype=bfloat16",
+            "policy.gradient_checkpointing=true",
+            *FSDP2,
+        ),
         ("kl.refresh_every=1", "kl.refresh_decay=0.5"),
         ("experiment=sft_tiny",),
     ],

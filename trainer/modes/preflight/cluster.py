@@ -2,7 +2,7 @@
 
 One process plays rank 0 with the run's own scorer, shards, optimizer and checkpoint on fake tensors
 and books their bytes. The model needs no weights: a folder with a config.json or a name of
-shapes.yaml. A sequence has policy.max_prompt_tokens and the tokens of all turns, and all are learnt.
+shapes.yaml. A sequence has policy.max_prompt_tokens and the tokens of all turns; all are learnt.
 
 Left out on purpose: the allocator's fragments, NCCL, workspaces of kernels, vLLM's memory. Layers
 keep for the backward what they keep on a CPU.
@@ -40,6 +40,7 @@ from trainer.runtime import Runtime
 from trainer.shards import check_shards, make_mesh, shard_all
 
 NODE = 8  # GPUs of a node, at most
+FAR = 16  # times the micro-batch: the peak is a maximum of lines, so nearer sizes may miss one
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 NAMES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
 
@@ -234,7 +235,7 @@ def measure(parts: Any, settings: dict[str, Any]) -> Figures:
         ledger = stack.enter_context(by_shapes())
         rank = Rank(parts, settings, ledger, mesh)
         weights = list(rank.scorer.parameters())
-        held, twice = ledger.now, rank.backward(2 * rows, tokens)
+        held, large = ledger.now, rank.backward(FAR * rows, tokens)
         once, calls, sent = rank.backward(rows, tokens), dict(ledger.calls), dict(ledger.bytes)
         if rank.buckets:
             calls, sent = {"all-reduce": 1}, {"all-reduce": sum(b.nbytes for b in rank.buckets)}
@@ -245,9 +246,9 @@ def measure(parts: Any, settings: dict[str, Any]) -> Figures:
             evaluation = rank.score(rows, tokens)
     return Figures(
         weights=sum(p.numel() for p in weights), tokens=tokens, rows=rows, held=held,
-        update=once, a_row=(twice - once) // rows, step=rank.step_peak, calls=calls, sent=sent,
-        whole=whole if alone else None, cache=int(cache), evaluation=evaluation,
-        checkpoint=checkpoint, host=rank.loaded * min(ranks, NODE),
+        update=once, a_row=(large - once) // ((FAR - 1) * rows), step=rank.step_peak,
+        calls=calls, sent=sent, whole=whole if alone else None, cache=int(cache),
+        evaluation=evaluation, checkpoint=checkpoint, host=rank.loaded * min(ranks, NODE),
         saved=moments + rank.loaded,
     )  # fmt: skip
 
@@ -285,7 +286,9 @@ def report(found: Figures, settings: dict[str, Any], findings: Findings) -> None
         f"{gib(found.saved)} of rank 0 for a checkpoint",
     )
     often = "an optimiser step" if launch["strategy"] == "ddp" else "a micro-batch"
-    sent = (f"{name}: {gib(size)} in {found.calls[name]} calls" for name, size in found.sent.items())
+    sent = (
+        f"{name}: {gib(size)} in {found.calls[name]} calls" for name, size in found.sent.items()
+    )
     findings.section(f"Collectives of {often}", *sent)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed._tools.fake_collectives  # noqa: F401  c10d's operators on fake tensors
+import torch.distributed._tools.fake_collectives  # c10d's operators on fake tensors
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
