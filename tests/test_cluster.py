@@ -59,6 +59,7 @@ def test_a_rank_of_four_holds_and_sends_what_the_weights_say(folder):
     assert found.whole == pytest.approx(found.held + size, abs=few)
     keys = LAYERS * 2 * KEYS * (WIDTH // HEADS) * TOKENS * 2  # in bfloat16
     assert found.cache == GROWTH * keys + LOGITS * 4 * VOCABULARY
+    assert found.whole is not None
     assert found.whole + 4 * OUTSIDE < found.evaluation < found.whole + 3 * size
     largest = 4 * VOCABULARY * WIDTH
     assert found.held + largest <= found.checkpoint <= found.held + 3 * largest
@@ -100,7 +101,7 @@ def test_peaks_are_those_of_real_tensors(folder, more):
 @pytest.mark.parametrize(
     "words",
     [
-        ("algorithm=ppo", "algorithm.critic.kind=separate", *FSDP2),
+        ("algorithm=ppo", "algorithm.critic.kind=separate", "kl.estimator=k1", *FSDP2),
         ("policy.lora.r=4", *FSDP2),
         (
             "kl.estimator=full",
