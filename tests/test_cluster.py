@@ -51,25 +51,25 @@ def test_a_rank_of_four_holds_and_sends_what_the_weights_say(folder):
     assert found.weights == WEIGHTS
     assert (found.tokens, found.rows) == (TOKENS, 2)
     quarters = 4  # weights, two moments, reference
-    assert found.held == pytest.approx(quarters * size / 4, abs=few)
-    assert found.step >= found.held + size / 4, "and gradients"
+    assert found.resident == pytest.approx(quarters * size / 4, abs=few)
+    assert found.step >= found.resident + size / 4, "and gradients"
     twice = 4 * LAYERS * LAYER  # a layer is gathered again for its backward
     assert found.sent == {"all-gather": size + twice, "reduce-scatter": size}
     assert found.calls == {"all-gather": 2 * LAYERS + 1, "reduce-scatter": LAYERS + 1}
-    assert found.whole == pytest.approx(found.held + size, abs=few)
+    assert found.gathered == pytest.approx(found.resident + size, abs=few)
     keys = LAYERS * 2 * KEYS * (WIDTH // HEADS) * TOKENS * 2  # in bfloat16
     assert found.cache == GROWTH * keys + LOGITS * 4 * VOCABULARY
-    assert found.whole is not None
-    assert found.whole + 4 * OUTSIDE < found.evaluation < found.whole + 3 * size
+    assert found.gathered is not None
+    assert found.gathered + 4 * OUTSIDE < found.evaluation < found.gathered + 3 * size
     largest = 4 * VOCABULARY * WIDTH
-    assert found.held + largest <= found.checkpoint <= found.held + 3 * largest
+    assert found.resident + largest <= found.checkpoint <= found.resident + 3 * largest
     assert found.host == pytest.approx(4 * size, abs=few)
     assert found.saved == pytest.approx(3 * size, abs=few)
 
 
 def test_copies_of_shards_send_their_gradients_once_more(folder):
     whole, halves = (figures(*WORDS, folder, *FSDP2, *more) for more in ((), ("launch.shards=2",)))
-    assert halves.held == pytest.approx(2 * whole.held, rel=0.01)
+    assert halves.resident == pytest.approx(2 * whole.resident, rel=0.01)
     assert halves.sent == whole.sent | {"all-reduce": 4 * WEIGHTS // 2}
 
 
@@ -92,7 +92,7 @@ def test_peaks_are_those_of_real_tensors(folder, more):
             step = ledger.peak
             optimizer.zero_grad(set_to_none=True)
     buckets = 4 * WEIGHTS if more else 0
-    assert found.held - buckets == pytest.approx(ledger.now, rel=0.02)
+    assert found.resident - buckets == pytest.approx(ledger.now, rel=0.02)
     assert peak * 0.97 <= found.update <= peak * 1.03 + buckets
     assert step <= found.step <= step + buckets
     assert found.sent == ({"all-reduce": buckets} if more else {})
@@ -118,7 +118,7 @@ def test_it_plays_what_the_keys_ask_for(folder, words):
     plain = figures(*WORDS, folder, *(FSDP2 if FSDP2[0] in words else ()))
     found = figures(*WORDS, folder, *words)
     assert found.weights >= WEIGHTS
-    assert found.held != plain.held or found.whole != plain.whole
+    assert found.resident != plain.resident or found.gathered != plain.gathered
 
 
 @pytest.mark.runs
@@ -151,7 +151,13 @@ def test_one_process_plays_a_rank_of_many(tmp_path):
 )  # fmt: skip
 def test_large_models(words, held, step, whole, gathered, reduced, host):
     found = figures(*QWEN, "launch=fsdp2", *words)
-    sizes = found.held, max(found.update, found.step), found.whole, *found.sent.values(), found.host
+    sizes = (
+        found.resident,
+        max(found.update, found.step),
+        found.gathered,
+        *found.sent.values(),
+        found.host,
+    )
     expected = (held, step, whole, gathered, reduced, host)
     assert [size / 2**30 for size in sizes if size] == pytest.approx(expected, rel=0.03)
 

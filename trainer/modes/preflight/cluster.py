@@ -52,13 +52,13 @@ class Figures:
     weights: int  # number of weights
     tokens: int  # of a sequence
     rows: int  # sequences of a micro-batch
-    held: int  # shards of weights, moments and reference, between iterations
+    resident: int  # shards of weights, moments and reference, between iterations
     update: int  # peak of a forward and backward
     a_row: int  # what another sequence adds to it
     step: int  # peak of an optimiser step
     calls: dict[str, int]  # collectives of a micro-batch (DDP: of a step)
     sent: dict[str, int]  # bytes of the full tensors in them
-    whole: int | None  # while the whole policy is gathered to sample; None: it does not sample
+    gathered: int | None  # while the whole policy is gathered to sample; None: it does not sample
     cache: int  # of a sampled row: keys, values and logits
     evaluation: int  # peak while the reference scores
     checkpoint: int  # peak while rank 0 gathers
@@ -235,19 +235,19 @@ def measure(parts: Any, settings: dict[str, Any]) -> Figures:
         ledger = stack.enter_context(by_shapes())
         rank = Rank(parts, settings, ledger, mesh)
         weights = list(rank.scorer.parameters())
-        held, large = ledger.now, rank.backward(FAR * rows, tokens)
+        resident, large = ledger.now, rank.backward(FAR * rows, tokens)
         once, calls, sent = rank.backward(rows, tokens), dict(ledger.calls), dict(ledger.bytes)
         if rank.buckets:
             calls, sent = {"all-reduce": 1}, {"all-reduce": sum(b.nbytes for b in rank.buckets)}
         checkpoint, moments = rank.save(), ledger.host
         alone = settings["policy"]["engine"] is None and settings["algorithm"]["rows"] == "prompts"
         with rank.scorer.placement.gather() if alone else nullcontext(), rank.scorer.precision():
-            whole, cache = ledger.now, row_bytes(rank.scorer.model, tokens)
+            gathered, cache = ledger.now, row_bytes(rank.scorer.model, tokens)
             evaluation = rank.score(rows, tokens)
     return Figures(
-        weights=sum(p.numel() for p in weights), tokens=tokens, rows=rows, held=held,
+        weights=sum(p.numel() for p in weights), tokens=tokens, rows=rows, resident=resident,
         update=once, a_row=(large - once) // ((FAR - 1) * rows), step=rank.step_peak,
-        calls=calls, sent=sent, whole=whole if alone else None, cache=int(cache),
+        calls=calls, sent=sent, gathered=gathered if alone else None, cache=int(cache),
         evaluation=evaluation, checkpoint=checkpoint, host=rank.loaded * min(ranks, NODE),
         saved=moments + rank.loaded,
     )  # fmt: skip
@@ -260,47 +260,49 @@ def tokens_of(settings: dict[str, Any]) -> int:
     return (policy["max_prompt_tokens"] or 0) + new or settings["trainer"]["micro_batch_tokens"]
 
 
-def report(found: Figures, settings: dict[str, Any], findings: Findings) -> None:
+def report(figures: Figures, settings: dict[str, Any], findings: Findings) -> None:
     """Print the figures, and a problem for each that is above the GPU's memory."""
     room, launch = settings["preflight_gpu"] * 2**30, settings["launch"]
     ranks, model = launch["num_processes"], settings["policy"]["model"]
     findings.section(
         "Dry run, from shapes alone: nothing runs on a GPU",
-        f"{model}, {found.weights / 1e9:.2f}e9 weights, launch={launch['strategy']}, "
+        f"{model}, {figures.weights / 1e9:.2f}e9 weights, launch={launch['strategy']}, "
         f"GPUs: {ranks} of {gib(room)}",
-        f"a sequence has {found.tokens} tokens, a micro-batch {found.rows * found.tokens}",
+        f"a sequence has {figures.tokens} tokens, a micro-batch {figures.rows * figures.tokens}",
     )
     findings.section("Memory of rank 0's GPU")
-    for name, size, remedy in phases(found):
+    for name, size, remedy in phases(figures):
         findings.say(f"{name:<30}{gib(size):>10}")
         if size > FULL * room:
             findings.problem(f"{name}: {gib(size)} of {gib(room)}; {remedy}")
-    if found.whole is not None:
-        count = max(int(FREE_SHARE * (room - found.whole) / found.cache), 0)
-        findings.say(f"a sampled row takes {gib(found.cache)}: {count} rows at a time fit")
-    most = found.rows + int((FULL * room - found.update) // found.a_row)
-    findings.say(f"the largest trainer.micro_batch_tokens that fits: {max(most, 0) * found.tokens}")
+    if figures.gathered is not None:
+        count = max(int(FREE_SHARE * (room - figures.gathered) / figures.cache), 0)
+        findings.say(f"a sampled row takes {gib(figures.cache)}: {count} rows at a time fit")
+    most = figures.rows + int((FULL * room - figures.update) // figures.a_row)
+    findings.say(
+        f"the largest trainer.micro_batch_tokens that fits: {max(most, 0) * figures.tokens}"
+    )
     findings.section(
         "Memory of the host",
-        f"{gib(found.host)} a node of {min(ranks, NODE)} ranks while they load",
-        f"{gib(found.saved)} of rank 0 for a checkpoint",
+        f"{gib(figures.host)} a node of {min(ranks, NODE)} ranks while they load",
+        f"{gib(figures.saved)} of rank 0 for a checkpoint",
     )
     often = "an optimiser step" if launch["strategy"] == "ddp" else "a micro-batch"
     sent = (
-        f"{name}: {gib(size)} in {found.calls[name]} calls" for name, size in found.sent.items()
+        f"{name}: {gib(size)} in {figures.calls[name]} calls" for name, size in figures.sent.items()
     )
     findings.section(f"Collectives of {often}", *sent)
 
 
-def phases(found: Figures) -> Iterator[tuple[str, int, str]]:
+def phases(figures: Figures) -> Iterator[tuple[str, int, str]]:
     """Yield what needs a GPU's memory, its bytes, and what lowers it."""
     shards = "policy.dtype=bfloat16, policy.lora.r=16, or more processes with launch=fsdp2"
     served = "a vLLM server samples: policy/engine=vllm policy.engine.url="
-    yield "shards, moments, reference", found.held, shards
+    yield "shards, moments, reference", figures.resident, shards
     less = "lower trainer.micro_batch_tokens, or policy.gradient_checkpointing=true"
-    yield "forward and backward", found.update, less
-    yield "optimiser step", found.step, shards
-    if found.whole is not None:
-        yield "whole policy, a sampled row", found.whole + found.cache, served
-    yield "evaluation", found.evaluation, served
-    yield "gathering a checkpoint", found.checkpoint, shards
+    yield "forward and backward", figures.update, less
+    yield "optimiser step", figures.step, shards
+    if figures.gathered is not None:
+        yield "whole policy, a sampled row", figures.gathered + figures.cache, served
+    yield "evaluation", figures.evaluation, served
+    yield "gathering a checkpoint", figures.checkpoint, shards
