@@ -112,7 +112,7 @@ class RMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the normalised states [..., H]."""
         inputs = hidden_states, self.weight, self.variance_epsilon
-        if hidden_states.is_cuda:
+        if hidden_states.is_cuda and self.weight.dtype.itemsize >= 4:  # half: rounded otherwise
             return normalise_at_once(*inputs)
         return _Norm.apply(*inputs) if torch.is_grad_enabled() else _normalise(*inputs)[0]
 

@@ -134,13 +134,13 @@ def test_outputs_and_gradients_are_those_of_the_layers_of_transformers(kind, dty
     has_the_layers_of_transformers(kind, dtype, autocast)
 
 
-@pytest.mark.parametrize(("dtype", "autocast"), PRECISIONS)
-def test_so_are_those_of_the_norm_for_gpus(monkeypatch, dtype, autocast):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_so_are_those_of_the_norm_for_gpus(monkeypatch, autocast):
     def at_once(norm, x):
         return normalise_at_once(x, norm.weight, norm.variance_epsilon)
 
     monkeypatch.setattr(RMSNorm, "forward", at_once)
-    has_the_layers_of_transformers("llama", dtype, autocast)
+    has_the_layers_of_transformers("llama", autocast=autocast)
 
 
 @pytest.mark.parametrize("kernels", [True, False])
