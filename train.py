@@ -39,8 +39,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
     parts = plan(config)
     with parts.runtime(folder=folder, seed=cfg.seed) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
-        needs_reward = config["algorithm"]["needs_reward"]
-        task = build.make_task(config["env"], needs_reward=needs_reward)
+        task = build.make_task(config["env"], needs_reward=config["algorithm"]["needs_reward"])
         try_reward(task)  # finds errors in the data and in the user's reward
         custom = build.custom_observers(cfg, runtime, observers)
         # For the real device: shards are loaded on the CPU.

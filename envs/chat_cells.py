@@ -89,7 +89,10 @@ class Cells:
             tools = None
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise self.table.error(index, "tools", "a list of schemas of functions", value)
-        return [_as_function(without_none(tool)) for tool in tools]
+        return [_as_function(self._clean(tool)) for tool in tools]
+
+    def _clean(self, value: Any) -> Any:
+        return without_none(value) if self.table.arrow else value
 
     def _turns(self, index: int, column: str, value: Any, role: str) -> list[Message]:
         """Return a cell as messages; a text, or a number as an answer, gets the role."""
@@ -150,7 +153,7 @@ class Cells:
             calls = json.loads(calls) if isinstance(calls, str) else calls
             for call in calls if isinstance(calls, list) else [calls]:
                 function = call.get("function", call)
-                arguments = without_none(function["arguments"] or {})
+                arguments = self._clean(function["arguments"] or {})
                 dict(json.loads(arguments) if isinstance(arguments, str) else arguments)
                 call_id = {"id": call["id"]} if call.get("id") else {}
                 name = {"name": function["name"], "arguments": arguments}

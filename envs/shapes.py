@@ -114,7 +114,7 @@ def _in_turns(column: str) -> Callable[[Row], bool]:
     return fits
 
 
-ALPACA = ("input", "history", *SYSTEM)
+ALPACA = ("input", "context", "history", *SYSTEM)  # Dolly has the context, Alpaca the input
 TRUTH = "reward_model.ground_truth"
 SHAPES = [
     Shape("ShareGPT pairs", "conversations", "chosen"),
@@ -126,7 +126,7 @@ SHAPES = [
     Shape("xLAM", "query", "answers", convert=_as_calls),
     Shape("Alpaca", "instruction", "output", also=ALPACA, convert=_join_input),
     Shape("Alpaca pairs", "instruction", "chosen", also=ALPACA, convert=_join_input),
-    Shape("Dolly", "instruction", "response", also=("context", *SYSTEM), convert=_join_input),
+    Shape("Dolly", "instruction", "response", also=ALPACA, convert=_join_input),
     Shape("questions and answers", "question", "answer"),
     Shape("questions and responses", "question", "response"),
     Shape("preferences", "question", "chosen"),
@@ -159,11 +159,20 @@ def find_shape(
     shapes = SHAPES
     if rejected:  # whole chats beside the pairs are not what is compared
         shapes = sorted(SHAPES, key=lambda shape: shape.response != "chosen")
+    elif not answers:  # a column of whole chats is no prompt
+        shapes = sorted(SHAPES, key=lambda shape: shape.prompt is not None)
     for shape in shapes:
         needed = shape.needs(answers=answers)
-        if all(map(table.has, needed)) and shape.fits(table.rows[0]):
+        if all(map(table.has, needed)) and shape.fits(_typical(table, needed)):
             return shape if answers else _of_prompts(shape)
     raise ValueError(f"{table.name}: {_describe_lack(table, shapes)}")
+
+
+def _typical(table: Table, columns: list[str]) -> Row:
+    """Return the first row with a value in these columns, of the first hundred."""
+    some = (table.rows[i] for i in range(min(len(table.rows), 100)))
+    full = (row for row in some if all(cell_of(row, name) is not None for name in columns))
+    return next(full, table.rows[0])
 
 
 def _of_prompts(shape: Shape) -> Shape:

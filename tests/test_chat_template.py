@@ -308,7 +308,7 @@ def test_each_turn_is_learnt_in_the_context_that_the_template_gives_it():
         (CHATML, [{"role": "user"}], "message 0"),
         (CHATML, [user(["part"])], "message 0"),
         (CHATML, [user("a\ud800")], "message 0"),
-        (CHATML, [user("q"), assistant("a") | {"tool_calls": [IM[1]]}], r"<\|im_end\|>.*message 1"),
+        (CHATML, [user("q"), assistant("a") | {"tool_calls": [IM[1]]}], r"message 1.*<\|im_end\|>"),
         (CHATML, [user("q")], KEY),  # a mask of all zeros
         ("{{ 1 / 0 }}", TWO, KEY),
         (TEMPLATES["gemma"], [user("a"), user("b")], KEY),  # roles that it refuses

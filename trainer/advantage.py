@@ -1,7 +1,7 @@
 """Advantages [B, T] from task rewards and the KL charged in the reward."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -141,10 +141,11 @@ class BetaAdvantage(GroupAdvantage):
 class DecoupledAdvantage(GroupAdvantage):
     """Standardise each part of the reward in its group, add them, standardise over the batch.
 
-    GDPO: Liu et al. 2026 (arXiv 2601.05242). The rewards are the batch's reward parts; the total
-    is only logged. `part_weights` names the parts that count; None: all, those of env.rewards with
-    their weight, the task's with its `task_weight`. A part that does not apply to a row (NaN) adds
-    nothing to it. Rows without loss tokens count nowhere.
+    GDPO: Liu et al. 2026 (arXiv 2601.05242). The rewards are parts of the batch's reward; the total
+    is only logged. `part_weights` names the parts that count; None: the functions of env.rewards
+    with their weights. Parts of a task, of which some only describe a response, count if they are
+    named. A part that does not apply to a row (NaN) adds nothing to it. Rows without loss tokens
+    count nowhere.
     """
 
     def __init__(
@@ -157,7 +158,15 @@ class DecoupledAdvantage(GroupAdvantage):
         runtime: Runtime | None = None,
     ) -> None:
         super().__init__(group_size=group_size, leash=leash, runtime=runtime)
-        self.part_weights, self.task = part_weights, task
+        functions = getattr(task, "functions", {})  # env.rewards
+        usual = {name: function.weight for name, function in functions.items()}
+        self.weights = dict(usual if part_weights is None else part_weights)
+        parts = task.part_names() if task is not None else list(self.weights)
+        if not self.weights or self.weights.keys() - {*parts}:
+            raise ValueError(
+                "algorithm.part_weights: GDPO expects weights of parts of the reward, of "
+                f"{', '.join(parts) or 'env.rewards'}, got {self.weights}"
+            )
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the advantage to the batch."""
@@ -166,7 +175,7 @@ class DecoupledAdvantage(GroupAdvantage):
         learnt = mask[order].any(-1).view(-1, self.group_size)  # [P, G]
         total = in_float64(torch.zeros_like(learnt, dtype=torch.float32))  # [P, G]
         parts = dict(batch.get("reward_part", {}).items())
-        for name, weight in self.weights(parts).items():
+        for name, weight in self.weights.items():
             values = in_float64(parts[name][order]).view_as(learnt)  # [P, G]
             applies = learnt & ~values.isnan()  # [P, G]
             values = values.where(applies, 0.0)
@@ -180,17 +189,6 @@ class DecoupledAdvantage(GroupAdvantage):
         of_kl = group_advantage(torch.zeros_like(kl), kl, mask[order], **options)  # [B, T]
         advantage[order] = scaled * mask[order] + of_kl
         return batch.set("advantage", advantage)
-
-    def weights(self, parts: Collection[str]) -> Mapping[str, float]:
-        """Return the weight of each part that counts, of the reward's parts."""
-        functions = getattr(self.task, "functions", {})  # env.rewards
-        of_task = getattr(self.task, "task_weight", 1.0)
-        usual = {name: functions[name].weight if name in functions else of_task for name in parts}
-        weights = usual if self.part_weights is None else self.part_weights
-        if not weights or weights.keys() - usual.keys():
-            have = f"of {', '.join(parts)}" if parts else "and a reward with parts (env.rewards)"
-            raise ValueError(f"GDPO expects algorithm.part_weights {have}, got {dict(weights)}")
-        return weights
 
 
 class MeasuredReward:

@@ -75,7 +75,7 @@ class CallTools(ToolTransformBase):
 
     def _process_batch(self, contents: dict[int, str]) -> dict[int, Any]:
         schemas = [tool.schema for tool in self.tools.values()]
-        most = 1 if self.read.single else self.max_calls + 1  # the last one is refused
+        most = 1 if self.read.single else None  # a template of one call takes one result
         calls = {row: self.read(text, schemas)[:most] for row, text in contents.items()}
         outcomes = iter(finished(self._play(list(calls.values()))))
         return {row: self._answers(row, turn, outcomes) for row, turn in calls.items()}

@@ -1,6 +1,7 @@
 """Typed Python functions as tools: their schemas, and the check of a call's arguments."""
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ class TypedTool:
         >>> tool.schema["function"]["parameters"]["required"]
         ['a']
         >>> tool.fault({"a": 3}), tool.fault({"a": "x"})
-        ('', "expected a to be integer, got 'x'")
+        ('', 'expected a to be {"type": "integer"}, got \'x\'')
         """
         typed = function if inspect.isroutine(function) else function.__call__
         try:
@@ -57,6 +58,9 @@ class TypedTool:
             ) from None
         schema["function"]["name"] = name
         parameters = schema["function"]["parameters"]
+        if unknown := [argument for argument in fixed if argument not in parameters["properties"]]:
+            takes = ", ".join(parameters["properties"]) or "no arguments"
+            raise ValueError(f"env.tools.{name}.{unknown[0]}: the function takes {takes}")
         for argument in fixed:
             del parameters["properties"][argument]
         required = parameters.get("required", [])
@@ -79,10 +83,8 @@ class TypedTool:
                 return f"{kind} arguments {', '.join(names)}; expected {', '.join(properties)}"
         for name, value in arguments.items():
             if not fits(value, properties[name]):
-                wanted = properties[name].get("enum") or properties[name].get(
-                    "type", "another type"
-                )
-                return f"expected {name} to be {wanted}, got {value!r:.80}"
+                schema = {k: v for k, v in properties[name].items() if k != "description"}
+                return f"expected {name} to be {json.dumps(schema)}, got {value!r:.80}"
         return ""
 
 

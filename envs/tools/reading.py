@@ -72,6 +72,8 @@ class CallReader:
                 )
         for end in map(renderer.tokenizer.decode, renderer.stop_ids):
             written = {count: text.removesuffix(end) for count, text in written.items()}
+        if not written:
+            renderer.text([question, _called(1)])  # raises the template's own error
         self.single = 2 not in written
         templates = [getattr(renderer.tokenizer, "response_template", None), *formats().values()]
         for self._template in filter(None, templates):
@@ -89,7 +91,7 @@ class CallReader:
         return calls == [("try_it", ARGUMENTS)] * count
 
     def __call__(self, response: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
-        """Return the calls of a response in order, those that cannot be read last.
+        """Return the calls of a response in order; where some cannot be read, these alone.
 
         The schemas of `tools` decide the types of arguments that a format writes as plain text.
         """
@@ -102,8 +104,9 @@ class CallReader:
             )
         except ERRORS as error:
             return [Call(fault=f"{type(error).__name__}: {error}")]
-        calls = list(map(_call, _flat(message.get("tool_calls", []))))
-        return calls + [Call(fault=f"got {text!r:.200}") for text in message.get("broken", [])]
+        broken = [Call(fault=f"got {text!r:.200}") for text in message.get("broken", [])]
+        # Their place among the others is not known, and results stand in the order of the calls.
+        return broken or list(map(_call, _flat(message.get("tool_calls", []))))
 
 
 @cache

@@ -23,6 +23,10 @@ from policies.chats.rendering import (
 )
 
 
+class LostTurn(ValueError):
+    """What a template does with a chat that goes on, where its next turn cannot be found."""
+
+
 @dataclass(frozen=True)
 class Gap:
     """The text from a turn's last content to the next reply, for any contents.
@@ -67,14 +71,14 @@ class StandIn:
         return cls(blank, len(messages), anchor if last.get("tool_calls") else last["content"])
 
     def find_gap(self, outlines: Outlines) -> Gap:
-        """Return the gap; ValueError if the template drops the turn or a new message."""
+        """Return the gap; LostTurn if the template drops the turn or a new message."""
         alone = outlines.text(self.chat[: self.size], False)[0]
         before, after = self._after(alone), self._after(outlines.text(self.chat, True)[0])
         if before is None or after is None:
-            raise ValueError(f"drops turn {self.size} (assistant) when the chat goes on")
+            raise LostTurn(f"drops turn {self.size} (assistant) when the chat goes on")
         for i, message in enumerate(self.chat[self.size :], self.size):
             if message["content"].lower() not in after.lower():
-                raise ValueError(f"drops message {i} ({message['role']})")
+                raise LostTurn(f"drops message {i} ({message['role']})")
         closings, following = outlines.control_spans(before), outlines.control_spans(after)
         same = count_same(before.rstrip(), after)
         same = next((start for _, (start, stop) in following if start < same < stop), same)
@@ -106,7 +110,7 @@ class StandIn:
         chat = [*self.chat[: self.size], *new]
         text = self._after(outlines.text(chat, True)[0]) or ""
         if text[:start] != gap.text[:start]:
-            raise ValueError(f"ends turn {self.size} otherwise for other messages after it")
+            raise LostTurn(f"ends turn {self.size} otherwise for other messages after it")
         pieces = cut(gap.text[start:], gap.contents, [])
         return pieces, fill(pieces, chat, text[start:]), text[start:]
 

@@ -330,8 +330,8 @@ class Outlines:
         try:
             return render_template(messages, self.template, self._variables, **options)
         except ValueError as error:
-            remedy = f"change policy.system_prompt, or {self.remedy}"
-            raise ValueError(f"{self.label} {error}; {remedy}") from error
+            first = "change policy.system_prompt, or " if messages[0]["role"] == "system" else ""
+            raise ValueError(f"{self.label} {error}; {first}{self.remedy}") from error
 
     def of(self, messages: Sequence[Message], prompt: bool, last_turn: bool = False) -> Outline:
         """Return the outline of a chat, shared by chats that differ in contents only.
@@ -433,8 +433,7 @@ class Outlines:
             chat[1] |= more
             blank = self.blank(chat)
             alone, longer = (self.text(blank[:n], False)[0].rstrip() for n in (2, 3))
-            start = alone.rfind(self.text(blank[:1], True)[0]) + 1
-            if not longer.startswith(alone[: self._find_end(blank[:2], alone, start)]):
+            if not longer.startswith(alone[: self._find_end(blank[:2], alone, 0)]):
                 return True
         return False
 
@@ -525,7 +524,8 @@ class Outlines:
             ]
             if markers:
                 raise ValueError(
-                    f"{other[slice(*markers[0])]!r} outside of the content of message {i}"
+                    f"message {i}: expected control tokens in contents alone, where they are text, "
+                    f"got {other[slice(*markers[0])]!r} in another key; remove it from the row"
                 )
 
     @cached_property
