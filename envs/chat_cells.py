@@ -7,6 +7,7 @@ are kept for the template; `weight` and `train` say whether an assistant message
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from envs.data import Message, Table
@@ -96,7 +97,7 @@ class Cells:
 
     def _turns(self, index: int, column: str, value: Any, role: str) -> list[Message]:
         """Return a cell as messages; a text, or a number as an answer, gets the role."""
-        if role == "assistant" and isinstance(value, (int, float)):
+        if role == "assistant" and isinstance(value, (int, float)) and isfinite(value):
             value = json.dumps(value)
         if isinstance(value, str) and value.strip():
             return [{"role": role, "content": value}]

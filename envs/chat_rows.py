@@ -12,7 +12,7 @@ from typing import Any
 
 from envs.chat_cells import Cells, text_of
 from envs.data import KINDS, LazyRows, Message, Row, Table, cell_of, is_file, load_table
-from envs.shapes import SYSTEM, Shape, find_shape
+from envs.shapes import SYSTEM, BadCell, Shape, find_shape
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 EVAL_SHARE, EVAL_ROWS = 0.1, 200  # size of the split without eval data, at most
@@ -154,7 +154,10 @@ class _Rows:
         for name in self.media:
             if cells.get(name):
                 raise self.table.error(index, name, "a row of text alone", cells[name])
-        row = self.shape.convert(cells)
+        try:
+            row = self.shape.convert(cells)
+        except BadCell as fault:
+            raise self.table.error(index, *fault.args) from None
         out: Row = {"index": index, "columns": cells, "origin": self.origin}
         if self.several:
             out["index"] = f"{index} of {self.table.name}"

@@ -18,6 +18,10 @@ TURN = re.compile(r"\n\n(Human|Assistant):")
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 
+class BadCell(ValueError):
+    """A column that a shape cannot read: its name, what was expected, and its value."""
+
+
 def _unchanged(row: Row) -> Row:
     return row
 
@@ -69,13 +73,19 @@ def _has(value: Any, key: str) -> bool:
 def _join_input(row: Row) -> Row:
     """Return an instruction with its input (or context) below, after the turns of its history."""
     parts = [row["instruction"], row.get("input") or row.get("context")]
-    if not all(isinstance(part, str) for part in parts if part):
+    for column in ("input", "context"):
+        if row.get(column) and not isinstance(row[column], str):
+            raise BadCell(column, "a text", row[column])
+    if not isinstance(parts[0], str):
         return row
     text = "\n\n".join(part for part in parts if part)
+    history = row.get("history") or []
+    if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise BadCell("history", "pairs of a prompt and a response", history)
     past = [
         {"role": role, "content": content}
-        for turn in row.get("history") or []
-        for role, content in zip(("user", "assistant"), turn, strict=False)
+        for turn in history
+        for role, content in zip(("user", "assistant"), turn, strict=True)
     ]
     chat = [*past, {"role": "user", "content": text}]
     return {**row, "instruction": chat if past else text}

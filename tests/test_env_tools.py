@@ -239,6 +239,7 @@ def test_results_are_messages_in_order_and_async_functions_run_together():
         ),
         (call("leave", '{"code": [1, "2"]}'), 'expected code to be {"type": "array"'),
         (call("leave", '{"code": [1]}'), "SystemExit: [1]"),
+        (call("leave", f'{{"code": {"[" * 450 + "]" * 450}}}'), "the arguments are nested"),
         (call("wait", '{"text": ""}'), "TimeoutError: no result within 0.3 s"),
         (call("count", "[1]"), "this call cannot be read: expected the arguments as an object"),
         (call("count", "{"), "this call cannot be read: expected an object with a name"),

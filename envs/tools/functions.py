@@ -6,11 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers.utils.chat_template_utils import (
-    DocstringParsingException,
-    TypeHintParsingException,
-    get_json_schema,
-)
+from transformers.utils.chat_template_utils import get_json_schema
 
 from envs.rewards.functions import is_async
 
@@ -51,7 +47,7 @@ class TypedTool:
         typed = function if inspect.isroutine(function) else function.__call__
         try:
             schema = get_json_schema(typed)
-        except (DocstringParsingException, TypeHintParsingException) as error:
+        except Exception as error:  # annotations are a user's expressions
             raise ValueError(
                 f"env.tools.{name}: {' '.join(str(error).split())}; a tool needs a docstring, and "
                 "a type and a line under Args: for each argument"

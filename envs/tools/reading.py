@@ -16,8 +16,15 @@ from typing import Any
 import yaml
 
 from policies.chats.chat_template import Renderer
+from policies.chats.rendering import bounded
 
-ERRORS = (ValueError, KeyError, TypeError, RecursionError)  # of responses that are not well formed
+ERRORS = (
+    ValueError,
+    KeyError,
+    TypeError,
+    RecursionError,
+    TimeoutError,
+)  # of responses that are not well formed
 ARGUMENTS = {"text": 'say "7"\nor so', "number": 7}
 SCHEMA = {
     "type": "function",
@@ -99,9 +106,10 @@ class CallReader:
 
     def _read(self, response: str, start: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
         try:
-            message = self._renderer.tokenizer.parse_response(
-                response, self._template, prefix=start, tools=list(tools)
-            )
+            with bounded():  # some patterns take the square of a response's length
+                message = self._renderer.tokenizer.parse_response(
+                    response, self._template, prefix=start, tools=list(tools)
+                )
         except ERRORS as error:
             return [Call(fault=f"{type(error).__name__}: {error}")]
         broken = [Call(fault=f"got {text!r:.200}") for text in message.get("broken", [])]

@@ -150,10 +150,11 @@ class Renderer:
         new_messages = check_messages(new_messages) if new_messages else []
         self._outlines.refuse_markup(new_messages)
         try:
+            chat = [*messages, *new_messages]
             stand_in = StandIn.of(self._outlines, messages, new_messages)
             gap = self._gap(stand_in)
             start = gap.start_after(ids)
-            pieces, texts, text = stand_in.fill(self._outlines, gap, new_messages, start)
+            pieces, texts, text = stand_in.fill(self._outlines, gap, chat, start)
         except LostTurn as error:
             remedy = f"set env.max_turns=1, or {self._outlines.remedy}"
             raise ValueError(f"{self.name} cannot go on: it {error}; {remedy}") from error

@@ -52,6 +52,7 @@ class StandIn:
     chat: list[Message]
     size: int
     anchor: str
+    word: str  # part of every placeholder
 
     @classmethod
     def of(
@@ -68,7 +69,8 @@ class StandIn:
                 chat[i] |= {"tool_calls": calls} if calls else {}
         blank = outlines.blank(chat)
         last = blank[len(messages) - 1]
-        return cls(blank, len(messages), anchor if last.get("tool_calls") else last["content"])
+        anchor = anchor if last.get("tool_calls") else last["content"]
+        return cls(blank, len(messages), anchor, outlines.placeholder("")[:-1])
 
     def find_gap(self, outlines: Outlines) -> Gap:
         """Return the gap; LostTurn if the template drops the turn or a new message."""
@@ -101,16 +103,20 @@ class StandIn:
         return Gap(after, start, dict.fromkeys(tokens, opening[1][1]), contents)
 
     def fill(
-        self, outlines: Outlines, gap: Gap, new: Sequence[Message], start: int
+        self, outlines: Outlines, gap: Gap, chat: Sequence[Message], start: int
     ) -> tuple[list[Piece], list[str] | None, str]:
-        """Return the gap from `start` on with the contents of `new`: pieces, texts, full text.
+        """Return the gap from `start` on with the contents of `chat`: pieces, texts, full text.
 
-        The texts are None where the template changes contents.
+        Contents of earlier messages may stand there: Mistral writes the system prompt before the
+        last message of the user. The texts are None where the template changes contents.
         """
-        chat = [*self.chat[: self.size], *new]
+        pairs = zip(self.chat, chat, strict=True)
+        chat = [blank if m["role"] == "assistant" else m for blank, m in pairs]
         text = self._after(outlines.text(chat, True)[0]) or ""
         if text[:start] != gap.text[:start]:
             raise LostTurn(f"ends turn {self.size} otherwise for other messages after it")
+        if self.word in text.lower():
+            raise LostTurn("writes a turn of the assistant again in a later one")
         pieces = cut(gap.text[start:], gap.contents, [])
         return pieces, fill(pieces, chat, text[start:]), text[start:]
 
