@@ -217,8 +217,8 @@ def test_points_stand_at_the_kl_of_the_replies_that_they_are_of_below_the_fronti
     assert any("it lies beyond the end of the line. The line comes from" in t for t in beyond)
     scores = {"eval/sampled_accuracy": ACCURACY, "eval/kl_ref_sequence": 2 * LEAST}
     judge = Efficiency(512, tmp_path)
-    assert judge(scores, 3) == {"kl/efficiency": pytest.approx(0.5, abs=0.01)}
-    assert judge(scores, 4) == {}, "those samples say nothing of more rows"
+    assert judge(scores, 3, {}) == {"kl/efficiency": pytest.approx(0.5, abs=0.01)}
+    assert judge(scores, 4, {}) == {}, "those samples say nothing of more rows"
 
 
 @pytest.mark.runs
@@ -231,6 +231,10 @@ def test_a_run_with_a_frontier_judges_its_evaluations_and_goes_on_so(tmp_path):
     judged = [row["progress/iteration"] for row in whole if "kl/efficiency" in row]
     assert judged == [2, 4], whole
     assert [row.get("kl/efficiency") for row in whole] == [row.get("kl/efficiency") for row in cut]
+    for row in whole:
+        if "kl/efficiency" in row:
+            parts = [row[f"kl/{n}"] for n in ("needed", "misallocated", "in_right", "in_wrong")]
+            assert sum(parts) == pytest.approx(row["eval/kl_ref_sequence"], rel=1e-5)
     kept = json.loads((tmp_path / "whole" / "frontier.json").read_text())
     assert kept["rows"] == [0, 1, 2, 3]
     assert {len(row) for row in kept["success"]} == {16}

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
@@ -24,7 +25,8 @@ from policies.protocols import Generator
 from policies.random import fold, in_float64
 from policies.scorer import LOCAL, placement_of
 from trainer.collect import collect
-from trainer.frontier import FILE, Frontier, read_frontier
+from trainer.frontier import ACCURACY, EVAL_KL, FILE, Frontier, read_frontier
+from trainer.kl_split import split
 from trainer.runtime import Runtime
 from trainer.transcripts import transcript
 
@@ -97,12 +99,15 @@ class Evaluate:
 
         `on_progress(share)` is called before each batch, `on_batch(plan, replies, rows)` after it.
         """
-        if self.efficiency is not None and kind == "before":
-            self.efficiency.begin(self, on_progress)
+        judge = self.efficiency
+        if judge is not None:
+            if kind == "before":
+                judge.begin(self, on_progress)
+            on_batch = judge.listen(on_batch)
         with self.placements[0].gather():  # samplers' steps differ by rank
             scores, records = self._play(iteration, kind, on_progress, on_batch)
-        if self.efficiency is not None:
-            scores |= self.efficiency(scores, len(self.rows))
+        if judge is not None:
+            scores |= judge(scores, len(self.rows), merged(self.runtime, judge.responses))
         return scores, records
 
     def _play(self, iteration: int, kind: str, progress: Any, on_batch: Any) -> tuple[dict, list]:
@@ -194,11 +199,15 @@ class Evaluate:
 
 
 class Efficiency:
-    """Compute kl/efficiency from `samples` replies per eval row of the untrained policy."""
+    """Compute kl/efficiency and the split of the KL of an evaluation.
+
+    Both compare it with `samples` replies per eval row of the untrained policy.
+    """
 
     def __init__(self, samples: int, folder: Path) -> None:
         self.samples, self.path = samples, folder / FILE
         self.frontier: Frontier | None = None
+        self.responses: dict[int, dict[str, list]] = {}  # of this rank, by row
 
     def begin(self, play: Evaluate, on_progress: Callable[..., None] = lambda *_: None) -> None:
         """Sample the untrained policy; calls `on_progress(share, label)`."""
@@ -208,14 +217,60 @@ class Efficiency:
         if self.frontier is not None and play.runtime.is_main:
             write_text(self.path, json.dumps({"samples": self.samples, **replies}))
 
-    def __call__(self, scores: dict[str, float], rows: int) -> dict[str, float]:
-        """Return kl/efficiency of an evaluation of `rows` rows, if the samples support it."""
+    def listen(self, on_batch: Callable[..., None]) -> Callable[..., None]:
+        """Return `on_batch`, which also keeps the scores of the sampled responses."""
+        self.responses = {}
+
+        def hear(name: str, batch: TensorDictBase, rows: list[int]) -> None:
+            if name == "sampled":
+                self.responses |= scores_by_row(batch, rows)
+            on_batch(name, batch, rows)
+
+        return hear
+
+    def __call__(
+        self, scores: dict[str, float], rows: int, responses: dict[int, dict[str, list]]
+    ) -> dict[str, float]:
+        """Return the metrics of an evaluation of `rows` rows, if the samples support them.
+
+        The split needs right responses, and those rows judged that are in the samples.
+        """
         if self.frontier is None and self.path.is_file():  # of a resumed run
             self.frontier = read_frontier(self.path)
         if self.frontier is None or self.frontier.num_prompts != rows:
             return {}
         share = self.frontier.efficiency_of(scores)
-        return {} if share is None else {"kl/efficiency": share}
+        if share is None:
+            return {}
+        out = {"kl/efficiency": share}
+        if self.frontier.metric == ACCURACY and self.frontier.rows == [*responses]:
+            names = "success", "kl"
+            right, kl = (np.array([each[n] for each in responses.values()]) for n in names)
+            out |= split(right, kl, self.frontier.success, share * scores[EVAL_KL])
+        return out
+
+
+def scores_by_row(batch: TensorDictBase, rows: list[int]) -> dict[int, dict[str, list]]:
+    """Return reward, success and KL (if measured) of the responses to each row, by row.
+
+    Dropped rows are left out.
+    """
+    values = {"reward": in_float64(batch.get("reward_raw")).sum(-1)}  # each [B]
+    values["success"] = batch.get("success").int()
+    if (kl := batch.get("kl_penalty", None)) is not None:
+        values["kl"] = (in_float64(kl) * batch.get(("masks", "all_response_mask"))).sum(-1)
+    table = {name: value.view(len(rows), -1).tolist() for name, value in values.items()}
+    dropped = batch.get("dropped").view(len(rows), -1)[:, 0].tolist()  # by full groups
+    return {
+        row: {name: column[i] for name, column in table.items()}
+        for i, row in enumerate(rows)
+        if not dropped[i]
+    }
+
+
+def merged(runtime: Runtime, by_row: dict[int, Any]) -> dict[int, Any]:
+    """Return the rows of all ranks in order."""
+    return dict(sorted(item for part in runtime.gather(by_row) for item in part.items()))
 
 
 def sample(
@@ -225,14 +280,10 @@ def sample(
 
     Dropped rows are left out ("asked" counts them); {} if all rows are dropped.
     """
-    scores: dict[int, list] = {}
+    scores: dict[int, dict[str, list]] = {}
 
     def on_batch(_: str, batch: TensorDictBase, rows: list[int]) -> None:
-        values = (in_float64(batch.get("reward_raw")).sum(-1), batch.get("success").int())
-        each = [value.view(len(rows), -1).tolist() for value in (*values, batch.get("dropped"))]
-        for row, reward, success, dropped in zip(rows, *each, strict=True):
-            if not dropped[0]:
-                scores[row] = [[round(value, 6) for value in reward], success]
+        scores.update(scores_by_row(batch, rows))
 
     player = copy(play)
     player.plans, player.efficiency = [play.plan("frontier", samples, 1.0)], None
@@ -240,6 +291,11 @@ def sample(
     player.prompts_per_batch = max(1, size)
     player.placements = (play.placements[0], LOCAL)  # no KL is measured
     player(0, on_progress=on_progress, on_batch=on_batch)
-    rows = dict(sorted(item for part in play.runtime.gather(scores) for item in part.items()))
-    values = {"reward": [r for r, _ in rows.values()], "success": [s for _, s in rows.values()]}
-    return {"asked": len(play.rows), "rows": [*rows], **values} if rows else {}
+    rows = merged(play.runtime, scores)
+    reward = [[round(value, 6) for value in each["reward"]] for each in rows.values()]
+    success = [each["success"] for each in rows.values()]
+    return (
+        {"asked": len(play.rows), "rows": [*rows], "reward": reward, "success": success}
+        if rows
+        else {}
+    )
