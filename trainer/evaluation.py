@@ -25,10 +25,20 @@ from policies.protocols import Generator
 from policies.random import fold, in_float64
 from policies.scorer import LOCAL, placement_of
 from trainer.collect import collect
-from trainer.frontier import ACCURACY, EVAL_KL, FILE, Frontier, read_frontier
+from trainer.frontier import (
+    ACCURACY,
+    EVAL_KL,
+    FILE,
+    Frontier,
+    efficiency_error,
+    read_frontier,
+)
 from trainer.kl_split import split
 from trainer.runtime import Runtime
 from trainer.transcripts import transcript
+
+TRAIN_FILE = "frontier_train.json"  # of a run: samples of the reference on training rows
+NAMES = "reward", "success", "kl"  # of a response
 
 
 class Evaluate:
@@ -38,6 +48,7 @@ class Evaluate:
     depend on (seed, row, sample) only, so that two evaluations differ by the weights alone.
     `retrieve_kl` measures the KL of the sampled replies; with `frontier` replies to each row before
     training, kl/efficiency judges it. A task that rewards nothing has the KL alone.
+    The first `train_rows` training rows are evaluated in the same way, for metrics of their own.
     """
 
     def __init__(
@@ -55,6 +66,7 @@ class Evaluate:
         prompts_per_batch: int = 8,
         every: int = 0,
         frontier: int = 0,
+        train_rows: int = 0,
     ) -> None:
         self.task, self.env, self.generator = task, env, generator
         self.set_rows(list(islice(task.rows("eval"), max_rows)))
@@ -63,7 +75,17 @@ class Evaluate:
         self.placements = placement_of(generator), placement_of(retrieve_kl)
         wanted = ("sampled", num_samples, temperature), ("greedy", int(greedy), 0.0)
         self.plans = [self.plan(*each) for each in wanted if each[1]]
-        self.efficiency = Efficiency(frontier, runtime.folder) if frontier else None
+        self.efficiency = Efficiency(frontier, runtime.folder / FILE) if frontier else None
+        self.beside = self._of_training(train_rows, frontier) if train_rows else None
+
+    def _of_training(self, rows: int, frontier: int) -> "Evaluate":
+        """Return the evaluation of the first training rows."""
+        other = copy(self)
+        other.set_rows(list(islice(self.task.rows("train"), rows)))
+        other.beside = None
+        if frontier:
+            other.efficiency = Efficiency(frontier, self.runtime.folder / TRAIN_FILE)
+        return other
 
     def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
         """Return the name, an env with `samples` replies per row, a generator at `temperature`."""
@@ -108,6 +130,14 @@ class Evaluate:
             scores, records = self._play(iteration, kind, on_progress, on_batch)
         if judge is not None:
             scores |= judge(scores, len(self.rows), merged(self.runtime, judge.responses))
+        if self.beside is not None:
+            about = f"evaluating {self.beside.about}, of training"
+            more, _ = self.beside(
+                iteration,
+                kind=kind,
+                on_progress=lambda share, label=about: on_progress(share, label),
+            )
+            scores |= {name_of_training(name): value for name, value in more.items()}
         return scores, records
 
     def _play(self, iteration: int, kind: str, progress: Any, on_batch: Any) -> tuple[dict, list]:
@@ -204,8 +234,8 @@ class Efficiency:
     Both compare it with `samples` replies per eval row of the untrained policy.
     """
 
-    def __init__(self, samples: int, folder: Path) -> None:
-        self.samples, self.path = samples, folder / FILE
+    def __init__(self, samples: int, path: Path) -> None:
+        self.samples, self.path = samples, path
         self.frontier: Frontier | None = None
         self.responses: dict[int, dict[str, list]] = {}  # of this rank, by row
 
@@ -233,7 +263,8 @@ class Efficiency:
     ) -> dict[str, float]:
         """Return the metrics of an evaluation of `rows` rows, if the samples support them.
 
-        The split needs right responses, and those rows judged that are in the samples.
+        Error and split need that the samples are of the judged rows, the split also that some are
+        right.
         """
         if self.frontier is None and self.path.is_file():  # of a resumed run
             self.frontier = read_frontier(self.path)
@@ -243,11 +274,27 @@ class Efficiency:
         if share is None:
             return {}
         out = {"kl/efficiency": share}
-        if self.frontier.metric == ACCURACY and self.frontier.rows == [*responses]:
-            names = "success", "kl"
-            right, kl = (np.array([each[n] for each in responses.values()]) for n in names)
-            out |= split(right, kl, self.frontier.success, share * scores[EVAL_KL])
+        if self.frontier.rows != [*responses]:
+            return out
+        table = {n: np.array([each[n] for each in responses.values()]) for n in NAMES}  # [P, m]
+        metric, kl = self.frontier.metric, table["kl"]
+        value = table["success" if metric == ACCURACY else "reward"]
+        if len(value) > 1:
+            error = efficiency_error(self.frontier.of(metric), value.mean(1), kl.mean(1))
+            out["kl/efficiency_error"] = error
+        if metric == ACCURACY:
+            out |= split(value, kl, self.frontier.success, share * scores[EVAL_KL])
         return out
+
+
+def name_of_training(name: str) -> str:
+    """Return the name of a metric for training rows.
+
+    >>> name_of_training("eval/reward"), name_of_training("kl/efficiency")
+    ('eval_train/reward', 'kl/efficiency_train')
+    """
+    family, _, rest = name.partition("/")
+    return f"eval_train/{rest}" if family == "eval" else f"kl/{rest}_train"
 
 
 def scores_by_row(batch: TensorDictBase, rows: list[int]) -> dict[int, dict[str, list]]:
@@ -286,7 +333,8 @@ def sample(
         scores.update(scores_by_row(batch, rows))
 
     player = copy(play)
-    player.plans, player.efficiency = [play.plan("frontier", samples, 1.0)], None
+    player.plans = [play.plan("frontier", samples, 1.0)]
+    player.efficiency = player.beside = None
     size = play.prompts_per_batch * 8 // samples  # in replies as with eval.num_samples=8
     player.prompts_per_batch = max(1, size)
     player.placements = (play.placements[0], LOCAL)  # no KL is measured

@@ -202,8 +202,10 @@ def efficiency_error(
     count = len(samples)
     shares = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), draws)
     shares = shares / count  # [draws, P]
-    drawn = zip(shares @ value, shares @ kl, shares @ values.T, shares @ kls.T, strict=True)
-    ratios = [_at(got, line, np.maximum(least, 0.0)) / spent for got, spent, line, least in drawn]
+    resampled = zip(shares @ value, shares @ kl, shares @ values.T, shares @ kls.T, strict=True)
+    ratios = [
+        _at(got, line, np.maximum(least, 0.0)) / spent for got, spent, line, least in resampled
+    ]
     return float(np.std(ratios, ddof=1))
 
 

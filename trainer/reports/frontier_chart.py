@@ -271,8 +271,18 @@ def caption(run: Run, frontier: Frontier) -> str:
     got, (_, _, kl) = efficiency(run, frontier), held_out(run, frontier.metric)[-1]
     why = "it lies beyond the end of the line" if kl > MIN_KL else "its KL is about 0"
     text = f"The run has no KL efficiency, because {why}."
-    text = text if got is None else f"KL efficiency {got:.2f}; on the line it is 1."
+    text = (
+        text if got is None else f"KL efficiency {got:.2f}{_error(run, '')}; on the line it is 1."
+    )
+    if (trained := run.last("kl/efficiency_train")) is not None:
+        text += f" On training prompts it is {trained:.2f}{_error(run, '_train')}."
     return f"{text} {split_caption(run)}{frontier.about()}"
+
+
+def _error(run: Run, suffix: str) -> str:
+    """Return the standard error of an efficiency, "" if a run logs none."""
+    error = run.last(f"kl/efficiency_error{suffix}")
+    return "" if error is None else f" (standard error {error:.2f})"
 
 
 def split_caption(run: Run) -> str:
