@@ -247,6 +247,17 @@ def test_points_stand_at_the_kl_of_the_replies_that_they_are_of_below_the_fronti
     assert judge(scores, 4, {}) == {}, "those samples say nothing of more rows"
 
 
+def test_the_page_of_a_run_shows_the_share_of_its_kl_that_changed_style(tmp_path):
+    write_frontier(tmp_path)
+    parts = {"kl/needed": 0.4, "kl/misallocated": 0.1, "kl/in_right": 0.2, "kl/in_wrong": 1.3}
+    last = {"eval/kl_ref_sequence": 2.0, "eval/sampled_accuracy": ACCURACY, **parts}
+    last |= {"kl/efficiency_error": 0.05, "kl/efficiency_train": 0.625}
+    texts = " ".join(Page(write_report(write_lines(tmp_path, last))).texts)
+    assert "65% of the KL changed wrong responses into other wrong ones and 10% right" in texts
+    assert "(standard error 0.05)" in texts
+    assert "On training prompts it is 0.62." in texts
+
+
 @pytest.mark.runs
 def test_a_run_with_a_frontier_judges_its_evaluations_and_goes_on_so(tmp_path):
     """It samples before training; a run that is stopped and resumed logs the same."""
