@@ -15,7 +15,7 @@ from pages import Page, Picture, write_lines, write_status, write_words
 from runs import lines
 from small_runs import IN_ITERATION_2, Counted, Unjudged, stop, train
 
-from trainer.evaluation import Efficiency
+from trainer.efficiency import Efficiency
 from trainer.frontier import (
     FILE,
     ConfidenceBand,
@@ -179,6 +179,7 @@ def test_the_error_of_an_efficiency_is_its_deviation_over_sets_of_prompts():
         found.append(least_kl(success, right.mean()) / kl.mean())
         errors.append(efficiency_error(success, right.mean(1), kl.mean(1)))
     assert np.mean(errors) == pytest.approx(np.std(found), rel=0.25)
+    assert efficiency_error(np.zeros((3, 4)), np.zeros(3), np.ones(3)) == 0, "nothing is ever right"
 
 
 # On the pages: efficiency by hand numbers, what is drawn, and samples of a real run.

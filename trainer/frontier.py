@@ -197,7 +197,7 @@ def efficiency_error(
     that of few responses (Davison and Hinkley 1997, section 3.8).
     """
     binary = bool(np.isin(samples, (0, 1)).all())
-    spread = float(np.ptp(samples, axis=1).max())
+    spread = float(np.ptp(samples, axis=1).max()) or 1.0
     kls, values = paths(samples.mean(1) if binary else samples, spread * COEFFS)  # [N, P]
     count = len(samples)
     shares = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), draws)
