@@ -1,7 +1,7 @@
 """Advantages [B, T] from task rewards and the KL charged in the reward."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from typing import Any
 
@@ -143,8 +143,8 @@ class DecoupledAdvantage(GroupAdvantage):
 
     GDPO: Liu et al. 2026 (arXiv 2601.05242). The rewards are parts of the batch's reward; the total
     is only logged. `part_weights` names the parts that count; None: the functions of env.rewards
-    with their weights. Parts of a task, of which some only describe a response, count if they are
-    named. A part that does not apply to a row (NaN) adds nothing to it. Rows without loss tokens
+    with their weights, without them every part of the task by 1, also one that only describes a
+    response. A part that does not apply to a row (NaN) adds nothing to it. Rows without loss tokens
     count nowhere.
     """
 
@@ -159,14 +159,8 @@ class DecoupledAdvantage(GroupAdvantage):
     ) -> None:
         super().__init__(group_size=group_size, leash=leash, runtime=runtime)
         functions = getattr(task, "functions", {})  # env.rewards
-        usual = {name: function.weight for name, function in functions.items()}
-        self.weights = dict(usual if part_weights is None else part_weights)
-        parts = task.part_names() if task is not None else list(self.weights)
-        if not self.weights or self.weights.keys() - {*parts}:
-            raise ValueError(
-                "algorithm.part_weights: GDPO expects weights of parts of the reward, of "
-                f"{', '.join(parts) or 'env.rewards'}, got {self.weights}"
-            )
+        self.usual = {name: function.weight for name, function in functions.items()}
+        self.part_weights = part_weights
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the advantage to the batch."""
@@ -175,7 +169,7 @@ class DecoupledAdvantage(GroupAdvantage):
         learnt = mask[order].any(-1).view(-1, self.group_size)  # [P, G]
         total = in_float64(torch.zeros_like(learnt, dtype=torch.float32))  # [P, G]
         parts = dict(batch.get("reward_part", {}).items())
-        for name, weight in self.weights.items():
+        for name, weight in self.weights(parts).items():
             values = in_float64(parts[name][order]).view_as(learnt)  # [P, G]
             applies = learnt & ~values.isnan()  # [P, G]
             values = values.where(applies, 0.0)
@@ -189,6 +183,17 @@ class DecoupledAdvantage(GroupAdvantage):
         of_kl = group_advantage(torch.zeros_like(kl), kl, mask[order], **options)  # [B, T]
         advantage[order] = scaled * mask[order] + of_kl
         return batch.set("advantage", advantage)
+
+    def weights(self, parts: Collection[str]) -> Mapping[str, float]:
+        """Return the weight of each part that counts, of the reward's `parts`."""
+        usual = self.usual or dict.fromkeys(parts, 1.0)
+        weights = usual if self.part_weights is None else self.part_weights
+        if not weights or weights.keys() - {*parts}:
+            raise ValueError(
+                "algorithm.part_weights: GDPO expects weights of parts of the reward, of "
+                f"{', '.join(parts) or 'env.rewards'}, got {dict(weights)}"
+            )
+        return weights
 
 
 class MeasuredReward:

@@ -45,8 +45,6 @@ class Leash:
 
     def __post_init__(self) -> None:
         check_place(self.where, self.estimator, allow_biased=self.allow_biased)
-        if self.cap is not None and self._estimator.needs != "vocabulary":
-            raise ValueError(f"kl.cap is for an exact KL, got kl.estimator={self.estimator}")
 
     @property
     def coeff(self) -> float:

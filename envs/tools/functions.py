@@ -36,7 +36,7 @@ class TypedTool:
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], **fixed: Any) -> "TypedTool":
-        """Return the tool of a function; ValueError if it lacks a type or a description.
+        r"""Return the tool of a function; ValueError if it lacks a type or a description.
 
         >>> tool = TypedTool.of("multiply", multiply, b=2)
         >>> tool.schema["function"]["parameters"]["required"]
