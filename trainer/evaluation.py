@@ -244,8 +244,6 @@ def sample(
     rows = merged(play.runtime, scores)
     reward = [[round(value, 6) for value in each["reward"]] for each in rows.values()]
     success = [each["success"] for each in rows.values()]
-    return (
-        {"asked": len(play.rows), "rows": [*rows], "reward": reward, "success": success}
-        if rows
-        else {}
-    )
+    if not rows:
+        return {}
+    return {"asked": len(play.rows), "rows": [*rows], "reward": reward, "success": success}

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from policies.chats.chat_template import Renderer
-from policies.chats.rendering import bounded
+from policies.chats.rendering import bounded, make_call
 
 ERRORS = (
     ValueError,
@@ -125,8 +125,7 @@ def formats() -> dict[str, dict[str, Any]]:
 
 def _called(count: int) -> dict[str, Any]:
     """Return a message with made-up calls."""
-    function = {"name": "try_it", "arguments": ARGUMENTS}
-    calls = [{"type": "function", "id": f"call{i:05}", "function": function} for i in range(count)]
+    calls = [make_call("try_it", ARGUMENTS) | {"id": f"call{i:05}"} for i in range(count)]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 

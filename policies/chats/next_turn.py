@@ -52,7 +52,6 @@ class StandIn:
     chat: list[Message]
     size: int
     anchor: str
-    word: str  # part of every placeholder
 
     @classmethod
     def of(
@@ -70,7 +69,7 @@ class StandIn:
         blank = outlines.blank(chat)
         last = blank[len(messages) - 1]
         anchor = anchor if last.get("tool_calls") else last["content"]
-        return cls(blank, len(messages), anchor, outlines.placeholder("")[:-1])
+        return cls(blank, len(messages), anchor)
 
     def find_gap(self, outlines: Outlines) -> Gap:
         """Return the gap; LostTurn if the template drops the turn or a new message."""
@@ -115,7 +114,7 @@ class StandIn:
         text = self._after(outlines.text(chat, True)[0]) or ""
         if text[:start] != gap.text[:start]:
             raise LostTurn(f"ends turn {self.size} otherwise for other messages after it")
-        if self.word in text.lower():
+        if outlines.nonce in text.lower():  # a placeholder of the stand-in
             raise LostTurn("writes a turn of the assistant again in a later one")
         pieces = cut(gap.text[start:], gap.contents, [])
         return pieces, fill(pieces, chat, text[start:]), text[start:]

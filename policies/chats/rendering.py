@@ -318,7 +318,7 @@ class Outlines:
         self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
         self._variables, self._encoder = dict(variables), encoder
         self.dated = "strftime_now" in self.template
-        self._nonce = secrets.token_hex(16)
+        self.nonce = secrets.token_hex(16)
         self._known: dict[str, Outline] = {}
         encoder.control |= self.find_markers()
 
@@ -361,7 +361,7 @@ class Outlines:
 
     def placeholder(self, name: str) -> str:
         """Return an unguessable word."""
-        return f"x{self._nonce}x{name}x"
+        return f"x{self.nonce}x{name}x"
 
     def _make(self, blank: Sequence[Message], prompt: bool, last_turn: bool) -> Outline:
         text, tags = self.text(blank, prompt)
@@ -482,7 +482,7 @@ class Outlines:
     @cached_property
     def writes(self) -> dict[str, bool]:
         """Return for each key of `WRITTEN` whether the template writes its value."""
-        name = f"x{self._nonce}x"
+        name = f"x{self.nonce}x"
         values = dict[str, Any].fromkeys(WRITTEN, name)
         call = make_call(name, "{}" if self._takes_text else {})
         values |= {"tools": [make_schema(name)], "tool_calls": [call]}
@@ -491,7 +491,7 @@ class Outlines:
     @cached_property
     def _takes_text(self) -> bool:
         """Return whether the template takes arguments as text: it fails on a dict, or prints it."""
-        name = f"x{self._nonce}x"
+        name = f"x{self.nonce}x"
         text = self._try("tool_calls", [make_call("f", {name: 1})])
         return name not in text or f"{{'{name}'" in text
 
