@@ -62,6 +62,16 @@ def test_a_chat_without_room_for_its_next_prompt_ends_as_truncated(uneven):
     assert 0 < sum(end < turns[-1][1] for end, turns in zip(ends, places, strict=True)) < len(ends)
 
 
+def test_rows_at_a_time_change_nothing_but_memory():
+    policy = make_policy()
+    kwargs = {**policy.generate_kwargs, "max_rows": 7}
+    want, got = map(rollout, (policy, policy.get_new_version(generate_kwargs=kwargs)))
+    assert len(want) > 7
+    for key in (("tokens", "full"), ("masks", "all_response_mask"), "truncated"):
+        assert torch.equal(got[key], want[key])
+    torch.testing.assert_close(got["log_probs", "full"], want["log_probs", "full"])
+
+
 def test_each_turns_reward_stands_on_its_last_sampled_token(uneven):
     for i in range(18):
         places = runs(uneven["masks", "all_response_mask"][i].tolist())
