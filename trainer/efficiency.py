@@ -37,16 +37,16 @@ class Efficiency:
         if self.frontier is not None and write:
             write_text(self.path, json.dumps({"samples": self.samples, **replies}))
 
-    def listen(self, on_batch: Callable[..., None]) -> Callable[..., None]:
+    def keep_scores(self, on_batch: Callable[..., None]) -> Callable[..., None]:
         """Return `on_batch`, which also keeps the scores of the sampled responses."""
         self.responses = {}
 
-        def hear(name: str, batch: TensorDictBase, rows: list[int]) -> None:
+        def keep(name: str, batch: TensorDictBase, rows: list[int]) -> None:
             if name == "sampled":
                 self.responses |= scores_by_row(batch, rows)
             on_batch(name, batch, rows)
 
-        return hear
+        return keep
 
     def __call__(
         self, scores: dict[str, float], rows: int, responses: dict[int, dict[str, list]]

@@ -109,15 +109,16 @@ class Evaluate:
 
         `on_progress(share)` is called before each batch, `on_batch(plan, replies, rows)` after it.
         """
-        judge = self.efficiency
-        if judge is not None:
+        efficiency = self.efficiency
+        if efficiency is not None:
             if kind == "before":
-                self._sample_reference(judge, on_progress)
-            on_batch = judge.listen(on_batch)
+                self._sample_reference(efficiency, on_progress)
+            on_batch = efficiency.keep_scores(on_batch)
         with self.placements[0].gather():  # samplers' steps differ by rank
             scores, records = self._play(iteration, kind, on_progress, on_batch)
-        if judge is not None:
-            scores |= judge(scores, len(self.rows), merged(self.runtime, judge.responses))
+        if efficiency is not None:
+            responses = merged(self.runtime, efficiency.responses)
+            scores |= efficiency(scores, len(self.rows), responses)
         if self.beside is not None:
             about = f"evaluating {self.beside.about}, of training"
             more, _ = self.beside(
@@ -128,11 +129,11 @@ class Evaluate:
             scores |= {name_of_training(name): value for name, value in more.items()}
         return scores, records
 
-    def _sample_reference(self, judge: Efficiency, on_progress: Callable[..., None]) -> None:
+    def _sample_reference(self, efficiency: Efficiency, on_progress: Callable[..., None]) -> None:
         """Sample the untrained policy; calls `on_progress(share, label)`."""
-        label = f"sampling the reference: {len(self.rows)} prompts x {judge.samples} samples"
-        replies = sample(self, judge.samples, lambda share: on_progress(share, label))
-        judge.begin(replies, write=self.runtime.is_main)
+        label = f"sampling the reference: {len(self.rows)} prompts x {efficiency.samples} samples"
+        replies = sample(self, efficiency.samples, lambda share: on_progress(share, label))
+        efficiency.begin(replies, write=self.runtime.is_main)
 
     def _play(self, iteration: int, kind: str, progress: Any, on_batch: Any) -> tuple[dict, list]:
         out, kls = dict[str, float](), dict[str, float]()

@@ -54,6 +54,15 @@ class Outline:
     fault: str = ""  # why the assistant mask does not fit training data
 
 
+@dataclass(frozen=True)
+class Marker:
+    """A control token in a text, at [start, stop) in characters."""
+
+    token: int
+    start: int
+    stop: int
+
+
 class Encoder:
     """Encode text as the tokenizer does, or with control tokens as plain text.
 
@@ -535,10 +544,10 @@ class Outlines:
             return "set policy.chat_template=chatml"
         return "set policy.chat_template=<another template of this model>"
 
-    def control_spans(self, text: str) -> list[tuple[int, Span]]:
-        """Return the control tokens of a text with their spans, in order."""
+    def control_markers(self, text: str) -> list[Marker]:
+        """Return the control tokens of a text with their places, in order."""
         pairs = zip(*self._encoder.encode(text), strict=True)
-        return [(i, span) for i, span in pairs if i in self._encoder.control]
+        return [Marker(i, *span) for i, span in pairs if i in self._encoder.control]
 
     def control_of(self, pieces: Sequence[Piece]) -> list[int]:
         """Return the control tokens of the template's own text, in order."""
