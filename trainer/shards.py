@@ -39,10 +39,6 @@ class ShardedRuntime(Runtime):
         super().__init__(folder, seed=seed, device=device, timeout=timeout)
         self.offload = offload
         self.shards = self.ranks if shards is None else shards
-        if self.ranks % self.shards:
-            raise ValueError(
-                f"launch.shards={shards}: expected a divisor of the {self.ranks} ranks"
-            )
 
     def load(self, make: Callable[..., Policy]) -> Policy:
         """Return the policy that `make` loads, on the CPU: no GPU holds all weights."""

@@ -38,6 +38,7 @@ class TypedTool:
     def of(cls, name: str, function: Callable[..., Any], **fixed: Any) -> "TypedTool":
         r"""Return the tool of a function; ValueError if it lacks a type or a description.
 
+        >>> from envs.tasks import multiply
         >>> tool = TypedTool.of("multiply", multiply, b=2)
         >>> tool.schema["function"]["parameters"]["required"]
         ['a']
@@ -102,14 +103,3 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
     names = [names] if isinstance(names, str) else names
     kinds = [kind for name in names for kind in TYPES.get(name, ())]
     return not kinds or type(value) in kinds  # isinstance would take True as an int
-
-
-def multiply(a: int, b: int) -> int:
-    """Multiply two whole numbers.
-
-    Args:
-        a: The first factor.
-        b: The second factor.
-
-    """
-    return a * b
