@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,18 +31,17 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
     from envs.rewards.validate import try_reward
     from policies.cache import sha256_of_inputs
     from policies.load import resolve_autocast
-    from trainer.modes import run_mode
+    from trainer.modes import dry_run, run_mode
     from trainer.runs.versions import about_machine
 
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     steps = cfg.trainer.num_iterations * cfg.algorithm.epochs * cfg.algorithm.minibatches
     parts = plan(config)
     if cfg.preflight_gpu:
-        return import_module("trainer.modes.preflight.cluster").run(parts, config, folder)
+        return dry_run(parts, config, folder)
     with parts.runtime(folder=folder, seed=cfg.seed) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
-        needs_reward = config["algorithm"]["needs_reward"]
-        task = build.make_task(config["env"], needs_reward=needs_reward)
+        task = build.make_task(config["env"], needs_reward=config["algorithm"]["needs_reward"])
         try_reward(task)  # finds errors in the data and in the user's reward
         custom = build.custom_observers(cfg, runtime, observers)
         # For the real device: shards are loaded on the CPU.
@@ -58,11 +56,9 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
             generator = parts.engine(policy=policy, folder=runtime.folder / ".engine")
         shared = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
         transforms = {name: part() for name, part in parts.transforms.items()}
-        env = parts.make_env(task, policy, transforms.values())
-        shared |= {"env": env, "leash": parts.leash}
+        shared |= {"env": parts.make_env(task, policy, transforms.values()), "leash": parts.leash}
         after_rollout = {name: part(**shared) for name, part in parts.after_rollout.items()}
-        verbs = [*after_rollout.values()]
-        source = build.make_source(cfg, parts.source, after_rollout=verbs, **shared)
+        source = build.make_source(cfg, parts.source, after_rollout, **shared)
         advantage = parts.advantage(**shared)
         objective = parts.objective(**shared)
         all_observers = build.make_observers(cfg, runtime, custom)

@@ -171,9 +171,11 @@ def make_leash(config: Section) -> Any:
     return build({"_target_": "trainer.Leash"}, controller=controller, **options)
 
 
-def make_source(cfg: DictConfig, part: Callable[..., Any], **objects: Any) -> Any:
+def make_source(
+    cfg: DictConfig, part: Callable[..., Any], after_rollout: dict[str, Any], **objects: Any
+) -> Any:
     """Build the source of batches; a training run with trainer.overlap > 0 samples ahead."""
-    source = part(**objects)
+    source = part(after_rollout=[*after_rollout.values()], **objects)
     if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
         return source
     overlap, total = find_target("trainer.overlap.Overlap"), cfg.trainer.num_iterations

@@ -105,6 +105,9 @@ def _run(cfg: Config) -> Iterator[str]:
     shards = cfg["launch"]["strategy"] == "fsdp2" and ranks > 1
     if cfg["launch"]["offload"] and not shards:
         yield "launch.offload needs launch=fsdp2 and launch.num_processes >= 2; leave it out"
+    if (size := cfg["launch"]["shards"]) and not (shards and ranks % size == 0):
+        wanted = "launch=fsdp2 and a divisor of launch.num_processes"
+        yield f"launch.shards={size} needs {wanted}, got {ranks} ranks; change one of them"
     if shards and cfg["trainer"]["overlap"]:
         yield "trainer.overlap needs launch=ddp; leave it out, or set launch=ddp"
     if cfg["trainer"]["patience"] and not held_out["every"]:

@@ -45,7 +45,7 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
     config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
     config["algorithm"].pop("critic", None)
     config["tracker"], config["trainer"]["overlap"] = SILENT, 0
-    config["eval"]["frontier"] = 0
+    config["eval"] |= {"frontier": 0, "train_rows": 0}
     config["launch"] |= {"strategy": "ddp", "offload": False, "shards": None}
     if mode not in ("evaluate", "frontier"):
         config["launch"]["num_processes"] = 1

@@ -19,5 +19,9 @@ srun --kill-on-bad-exit=0 "${TORCHRUN:-.venv/bin/torchrun}" --nnodes "$SLURM_JOB
     --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d \
     --rdzv-endpoint "$first:${MASTER_PORT:-29500}" "${TRAIN:-train.py}" "$@"
 code=$?
-if grep -qE '"state": "(preempted|running)"' "$run/status.json"; then scontrol requeue "$SLURM_JOB_ID"; fi
+# "running" is a run that was killed; after five kills look at its log.
+if grep -q '"state": "preempted"' "$run/status.json" ||
+    { grep -q '"state": "running"' "$run/status.json" && [ "${SLURM_RESTART_COUNT:-0}" -lt 5 ]; }; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
 exit $code

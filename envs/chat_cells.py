@@ -7,6 +7,7 @@ are kept for the template; `weight` and `train` say whether an assistant message
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from envs.data import Message, Table
@@ -89,11 +90,14 @@ class Cells:
             tools = None
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise self.table.error(index, "tools", "a list of schemas of functions", value)
-        return [_as_function(without_none(tool)) for tool in tools]
+        return [_as_function(self._clean(tool)) for tool in tools]
+
+    def _clean(self, value: Any) -> Any:
+        return without_none(value) if self.table.arrow else value
 
     def _turns(self, index: int, column: str, value: Any, role: str) -> list[Message]:
         """Return a cell as messages; a text, or a number as an answer, gets the role."""
-        if role == "assistant" and isinstance(value, (int, float)):
+        if role == "assistant" and isinstance(value, (int, float)) and isfinite(value):
             value = json.dumps(value)
         if isinstance(value, str) and value.strip():
             return [{"role": role, "content": value}]
@@ -150,7 +154,7 @@ class Cells:
             calls = json.loads(calls) if isinstance(calls, str) else calls
             for call in calls if isinstance(calls, list) else [calls]:
                 function = call.get("function", call)
-                arguments = without_none(function["arguments"] or {})
+                arguments = self._clean(function["arguments"] or {})
                 dict(json.loads(arguments) if isinstance(arguments, str) else arguments)
                 call_id = {"id": call["id"]} if call.get("id") else {}
                 name = {"name": function["name"], "arguments": arguments}

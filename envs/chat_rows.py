@@ -12,8 +12,9 @@ from typing import Any
 
 from envs.chat_cells import Cells, text_of
 from envs.data import KINDS, LazyRows, Message, Row, Table, cell_of, is_file, load_table
-from envs.shapes import SYSTEM, Shape, find_shape
+from envs.shapes import SYSTEM, BadCell, Shape, find_shape
 
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 EVAL_SHARE, EVAL_ROWS = 0.1, 200  # size of the split without eval data, at most
 
 
@@ -143,13 +144,20 @@ class _Rows:
         self.cells = Cells(table, origin.unused)
         self.columns = [*shape.reads(table), *(["rejected"] if rejected else [])]
         self.system = [name for name in SYSTEM if name in self.columns]
+        self.media = [name for name in MEDIA if name in table.columns]
         read = {name.partition(".")[0] for name in self.columns} | {*self.columns, "tools"}
         origin.unused.update((name, None) for name in table.columns if name not in read)
 
     def __call__(self, index: int) -> Row | None:
         """Return a row; ValueError with its index and column if it is malformed."""
         cells = self.table.rows[index]
-        row = self.shape.convert(cells)
+        for name in self.media:
+            if cells.get(name):
+                raise self.table.error(index, name, "a row of text alone", cells[name])
+        try:
+            row = self.shape.convert(cells)
+        except BadCell as fault:
+            raise self.table.error(index, *fault.args) from None
         out: Row = {"index": index, "columns": cells, "origin": self.origin}
         if self.several:
             out["index"] = f"{index} of {self.table.name}"
@@ -163,8 +171,9 @@ class _Rows:
             if text_of(chat[-1]) == text_of(worse[-1]):
                 return None
             for last in chat[-1], worse[-1]:
-                if last.keys() - {"role", "content", "weight"}:
-                    raise self.table.error(index, "rejected", "a text without calls", last)
+                if more := last.keys() - {"role", "content", "weight", "name"}:
+                    expected = f"responses of text alone, without {', '.join(sorted(more))}"
+                    raise self.table.error(index, "rejected", expected, last)
             out["rejected"] = worse[-1]["content"]
         self._add_system(index, row, chat)
         if off := [place for place, message in enumerate(chat) if "weight" in message]:

@@ -62,6 +62,7 @@ class Table:
     name: str
     columns: list[str]
     rows: Sequence[dict[str, Any]]
+    arrow: bool = False  # a nested dict has the keys of all rows, as None where a row has none
 
     def has(self, column: str) -> bool:
         """Return whether the table has a column, or the column of a nested one."""
@@ -145,7 +146,8 @@ def _read_files(dataset: str) -> Table:
     columns, packed = read_files(dataset)
     rows = LazyRows(partial(_unpack, columns), packed)
     small = sum(map(len, packed)) <= LARGE
-    return Table(dataset, columns, list(rows) if small else rows)
+    arrow = kind_of(Path(dataset)) == ".parquet"
+    return Table(dataset, columns, list(rows) if small else rows, arrow)
 
 
 def _unpack(columns: list[str], packed: bytes) -> dict[str, Any]:
@@ -181,4 +183,4 @@ def _load_datasets(dataset: str, split: str) -> Table:
         raise OSError(error.__cause__ or error) from None
     small = data.data.nbytes <= LARGE
     rows = data.to_list() if small else LazyRows(data.__getitem__, range(len(data)))
-    return Table(dataset, data.column_names, rows)
+    return Table(dataset, data.column_names, rows, arrow=True)

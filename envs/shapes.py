@@ -18,6 +18,10 @@ TURN = re.compile(r"\n\n(Human|Assistant):")
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 
+class BadCell(ValueError):
+    """A column that a shape cannot read: its name, what was expected, and its value."""
+
+
 def _unchanged(row: Row) -> Row:
     return row
 
@@ -69,13 +73,19 @@ def _has(value: Any, key: str) -> bool:
 def _join_input(row: Row) -> Row:
     """Return an instruction with its input (or context) below, after the turns of its history."""
     parts = [row["instruction"], row.get("input") or row.get("context")]
-    if not all(isinstance(part, str) for part in parts if part):
+    for column in ("input", "context"):
+        if row.get(column) and not isinstance(row[column], str):
+            raise BadCell(column, "a text", row[column])
+    if not isinstance(parts[0], str):
         return row
     text = "\n\n".join(part for part in parts if part)
+    history = row.get("history") or []
+    if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise BadCell("history", "pairs of a prompt and a response", history)
     past = [
         {"role": role, "content": content}
-        for turn in row.get("history") or []
-        for role, content in zip(("user", "assistant"), turn, strict=False)
+        for turn in history
+        for role, content in zip(("user", "assistant"), turn, strict=True)
     ]
     chat = [*past, {"role": "user", "content": text}]
     return {**row, "instruction": chat if past else text}
@@ -114,7 +124,7 @@ def _in_turns(column: str) -> Callable[[Row], bool]:
     return fits
 
 
-ALPACA = ("input", "history", *SYSTEM)
+ALPACA = ("input", "context", "history", *SYSTEM)  # Dolly has the context, Alpaca the input
 TRUTH = "reward_model.ground_truth"
 SHAPES = [
     Shape("ShareGPT pairs", "conversations", "chosen"),
@@ -126,7 +136,7 @@ SHAPES = [
     Shape("xLAM", "query", "answers", convert=_as_calls),
     Shape("Alpaca", "instruction", "output", also=ALPACA, convert=_join_input),
     Shape("Alpaca pairs", "instruction", "chosen", also=ALPACA, convert=_join_input),
-    Shape("Dolly", "instruction", "response", also=("context", *SYSTEM), convert=_join_input),
+    Shape("Dolly", "instruction", "response", also=ALPACA, convert=_join_input),
     Shape("questions and answers", "question", "answer"),
     Shape("questions and responses", "question", "response"),
     Shape("preferences", "question", "chosen"),
@@ -159,11 +169,20 @@ def find_shape(
     shapes = SHAPES
     if rejected:  # whole chats beside the pairs are not what is compared
         shapes = sorted(SHAPES, key=lambda shape: shape.response != "chosen")
+    elif not answers:  # a column of whole chats is no prompt
+        shapes = sorted(SHAPES, key=lambda shape: shape.prompt is not None)
     for shape in shapes:
         needed = shape.needs(answers=answers)
-        if all(map(table.has, needed)) and shape.fits(table.rows[0]):
+        if all(map(table.has, needed)) and shape.fits(_typical(table, needed)):
             return shape if answers else _of_prompts(shape)
     raise ValueError(f"{table.name}: {_describe_lack(table, shapes)}")
+
+
+def _typical(table: Table, columns: list[str]) -> Row:
+    """Return the first row with a value in these columns, of the first hundred."""
+    some = (table.rows[i] for i in range(min(len(table.rows), 100)))
+    full = (row for row in some if all(cell_of(row, name) is not None for name in columns))
+    return next(full, table.rows[0])
 
 
 def _of_prompts(shape: Shape) -> Shape:

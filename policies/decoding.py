@@ -43,12 +43,12 @@ def row_bytes(model: nn.Module, tokens: int) -> float:
     config: Any = model.config.get_text_config()  # pyright: ignore[reportCallIssue]
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kept = 2 * (getattr(config, "num_key_value_heads", None) or heads) * width
+    numbers = 2 * (getattr(config, "num_key_value_heads", None) or heads) * width
     weight = next(model.parameters())
     dtype, device = weight.dtype, weight.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    cache = config.num_hidden_layers * kept * tokens * dtype.itemsize
+    cache = config.num_hidden_layers * numbers * tokens * dtype.itemsize
     return GROWTH * cache + LOGITS * 4 * config.vocab_size
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from policies.decoding import decode, rows_that_fit
+from policies.decoding import decode
 from policies.padding import pad
 from policies.random import inverse_cdf, uniforms
 
@@ -135,12 +135,8 @@ def sample(
     max_new_tokens: int,
     temperature: float = 1.0,
     filters: Filters = NO_FILTERS,
-    max_rows: int | None = None,
 ) -> Sampled:
     """Sample one reply to each prompt of [B, T], padded left; temperature 0 is greedy.
-
-    `max_rows`: rows at a time, which change nothing but time and memory; None is all on a CPU, and
-    on a GPU as many as fit (`rows_that_fit`).
 
     attention [B, T] bool, without it every token counts; streams [B] int64. Greedy log-probs are
     those of temperature 1; top-k, top-p and min-p change nothing there.
@@ -149,23 +145,6 @@ def sample(
     if not attention.any(-1).all():
         raise ValueError("expected at least one prompt token, got an empty prompt")
     size, device = len(prompts), prompts.device
-    max_rows = max_rows or rows_that_fit(model, prompts.shape[1] + max_new_tokens, device) or size
-    if size > max_rows:
-        parts = [
-            sample(
-                model,
-                prompts[first : first + max_rows],
-                attention[first : first + max_rows],
-                streams=streams[first : first + max_rows],
-                stop=stop,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                filters=filters,
-                max_rows=max_rows,
-            )
-            for first in range(0, size, max_rows)
-        ]
-        return Sampled.of_parts(parts)
     stop_ids = torch.tensor(sorted(stop.ids), dtype=torch.int64, device=device)
     starts = attention.sum(-1)  # [B]
     streams = streams.to(device)

@@ -22,6 +22,7 @@ if __name__ == "__main__":
 
 import contracts
 import mutant_checks as rooms
+import numpy as np
 import pytest
 import torch
 from adapted import with_the_adapter_off_it_is_the_start_policy
@@ -34,6 +35,7 @@ from test_algorithms import PAPERS, agrees_with_its_paper
 from test_collect import every_epoch_has_an_order_of_its_own
 from test_entropy import the_bonus_is_that_of_a_plain_softmax
 from test_invariance import attends_reply_by_reply
+from test_kl_split import the_bias_is_the_rest_of_two_series
 from test_leash import charged_once
 from test_metrics import (
     a_frontier_is_of_replies_at_temperature_one,
@@ -232,6 +234,11 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
     "KL outside the loss mask": outside_the_loss,
     "tools in the divisor": with_the_tools,
     "a frontier as eval samples": at_the_evaluations,
+    "log a / p of counts": lambda f: (
+        lambda policy, reference: (
+            policy.mean(1) * np.log(np.maximum(policy.mean(1), 0.01) / (reference.mean(1) + 0.01))
+        )
+    ),
     "states at temperature 1": states_at_temperature_one,
     "every epoch in one order": lambda f: lambda size, seed: f(size, 0),
     "the reference has the adapter": lambda f: lambda model, adapter: nullcontext(),
@@ -348,6 +355,11 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("KL outside the loss mask", IN_THE_REWARD, f"{LEASH}.charge_reward"),
     ("tools in the divisor", MEANS, "test_metrics:summarize"),
     ("a frontier as eval samples", FRONTIER, "trainer.evaluation:Evaluate.plan"),
+    (
+        "log a / p of counts",
+        partial(the_bias_is_the_rest_of_two_series, 0.5, 0.2),
+        "test_kl_split:rate_term",
+    ),
     ("states at temperature 1", KEPT_STATES, "trainer.reference:Reference.__call__"),
     ("every epoch in one order", EPOCHS, "trainer.sources:_order"),
     ("the reference has the adapter", WITHOUT_ADAPTER, "policies.lora:using"),

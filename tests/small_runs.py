@@ -73,6 +73,7 @@ def train(
     control: KLControllerBase | None = None,
     enough: EarlyStopping | None = None,
     frontier: int = 0,
+    train_rows: int = 0,
     change: Callable[[Trainer], object] = lambda loop: None,
     engine: Callable[[Any], Any] = lambda policy: policy,
     **steps: object,
@@ -94,7 +95,7 @@ def train(
         parts = {"task": task, "env": env, "generator": generator, "runtime": runtime}
         display = Display(4, title="words", folder=folder, file=shown)
         options = {"num_samples": 2, "prompts_per_batch": 2, "every": 2, "frontier": frontier}
-        options |= {"retrieve_kl": retrieve} if frontier else {}
+        options |= {"retrieve_kl": retrieve, "train_rows": train_rows} if frontier else {}
         loop = Trainer(
             runtime=runtime,
             policy=policy,

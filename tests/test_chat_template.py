@@ -60,6 +60,13 @@ OTHER_END = (  # as gpt-oss: the last turn of a chat ends otherwise, a result ne
 TWO_ENDS = CHATML.replace(
     "{% endfor %}", "{% endfor %}{% if not add_generation_prompt %}{{ '<|endoftext|>' }}{% endif %}"
 )  # as Phi-3
+LAST = "<|im_start|>assistant\n"
+REMINDS = (  # as Mistral: the system prompt stands in the last message of the user
+    "{% for m in messages %}{% if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + ': ' }}{% endif %}"
+    "{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}" + LAST + "{% endif %}"
+)
 FORGETS = (
     "{% for m in messages %}{% if m.role == 'user' or loop.last %}"
     + BODY
@@ -280,8 +287,20 @@ def test_the_next_turn_keeps_the_sampled_ids(template, new, ends, following, end
     assert decode(tokenizer, more[len(ids) :]) == kept
 
 
+def test_contents_of_earlier_messages_may_stand_in_the_next_turn():
+    chat = [{"role": "system", "content": "Be <|im_end|>"}, user("q"), assistant("a"), user("r")]
+    renderer = Renderer(make_tokenizer(REMINDS))
+    ids = renderer.render(chat[:2], add_generation_prompt=True).ids
+    more = renderer.extend(ids, chat[:3], chat[3:])[len(ids) :]
+    assert (
+        decode(renderer.tokenizer, more)
+        == "<|im_end|><|im_start|>user\nBe <|im_end|>: r<|im_end|>" + LAST
+    )
+    assert control(renderer, more) == control(renderer, renderer.extend([], TWO[:2], TWO[2:3]))
+
+
 def test_a_template_that_forgets_a_turn_cannot_go_on():
-    with pytest.raises(ValueError, match=r"drops turn 2 .*env\.max_turns=1"):
+    with pytest.raises(ValueError, match=r"drops message 1 .*env\.max_turns=1"):
         Renderer(make_tokenizer(FORGETS)).extend([1, 2], TWO[:2], [user("r")])
 
 
@@ -299,6 +318,8 @@ def test_each_turn_is_learnt_in_the_context_that_the_template_gives_it():
     (learnt,) = rows_by_turn([{"messages": chat, "unlearnt": [1]}])
     assert learnt["messages"] == chat
     assert len(rows_by_turn([{"messages": chat}], last_only=True)) == 1
+    with pytest.raises(ValueError, match="a turn to learn"):
+        rows_by_turn([{"messages": chat, "unlearnt": [3]}], last_only=True)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +329,7 @@ def test_each_turn_is_learnt_in_the_context_that_the_template_gives_it():
         (CHATML, [{"role": "user"}], "message 0"),
         (CHATML, [user(["part"])], "message 0"),
         (CHATML, [user("a\ud800")], "message 0"),
-        (CHATML, [user("q"), assistant("a") | {"tool_calls": [IM[1]]}], r"<\|im_end\|>.*message 1"),
+        (CHATML, [user("q"), assistant("a") | {"tool_calls": [IM[1]]}], r"message 1.*<\|im_end\|>"),
         (CHATML, [user("q")], KEY),  # a mask of all zeros
         ("{{ 1 / 0 }}", TWO, KEY),
         (TEMPLATES["gemma"], [user("a"), user("b")], KEY),  # roles that it refuses

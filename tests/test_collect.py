@@ -45,6 +45,33 @@ def runs(mask: list[bool]) -> list[tuple[int, int]]:
     return [(a, b - 1) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
+def test_a_chat_without_room_for_its_next_prompt_ends_as_truncated(uneven):
+    places = [runs(row.tolist()) for row in uneven["masks", "all_response_mask"]]
+    seconds = sorted(turns[1][0] for turns in places if len(turns) > 1)
+    room = seconds[len(seconds) // 2]
+    policy = make_policy()
+    kwargs = {**policy.generate_kwargs, "max_prompt_tokens": room}
+    policy = policy.get_new_version(generate_kwargs=kwargs)
+    batch = collect(start(Uneven()), ChatEnv(Uneven(), group_size=6, max_turns=3), policy)
+    ends = [[last for first, last in turns if first <= room][-1] for turns in places]
+    assert batch["masks", "all_attention_mask"].sum(-1).tolist() == [end + 1 for end in ends]
+    for i, end in enumerate(ends):
+        ids = batch["tokens", "full"][i][: end + 1]
+        assert torch.equal(ids, uneven["tokens", "full"][i][: end + 1])
+        assert batch["truncated"][i] == (end < places[i][-1][1] or uneven["truncated"][i])
+    assert 0 < sum(end < turns[-1][1] for end, turns in zip(ends, places, strict=True)) < len(ends)
+
+
+def test_rows_at_a_time_change_nothing_but_memory():
+    policy = make_policy()
+    kwargs = {**policy.generate_kwargs, "max_rows": 7}
+    want, got = map(rollout, (policy, policy.get_new_version(generate_kwargs=kwargs)))
+    assert len(want) > 7
+    for key in (("tokens", "full"), ("masks", "all_response_mask"), "truncated"):
+        assert torch.equal(got[key], want[key])
+    torch.testing.assert_close(got["log_probs", "full"], want["log_probs", "full"])
+
+
 def test_each_turns_reward_stands_on_its_last_sampled_token(uneven):
     for i in range(18):
         places = runs(uneven["masks", "all_response_mask"][i].tolist())

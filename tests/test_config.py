@@ -139,6 +139,7 @@ FAULTS = [  # words, and the key that the line names
     (["kl.jsd_weight=1"], r"kl\.jsd_weight"),
     (["launch.offload=true"], r"launch\.offload"),
     (["launch=fsdp2", "launch.num_processes=2", "trainer.overlap=1"], r"trainer\.overlap"),
+    (["launch.shards=2"], r"launch\.shards=2 needs launch=fsdp2"),
     (["trainer.overlap=1"], r"trainer\.overlap.*policy\.engine\.url"),
     (["policy.engine.max_num_seqs=3"], r"policy\.engine"),
     (["trainer.patience=2", "eval.every=0"], r"trainer\.patience"),

@@ -15,8 +15,16 @@ from pages import Page, Picture, write_lines, write_status, write_words
 from runs import lines
 from small_runs import IN_ITERATION_2, Counted, Unjudged, stop, train
 
-from trainer.evaluation import Efficiency
-from trainer.frontier import ConfidenceBand, best_of, least_kl, most_kl_of_best_of, optimum
+from trainer.efficiency import Efficiency
+from trainer.frontier import (
+    FILE,
+    ConfidenceBand,
+    best_of,
+    efficiency_error,
+    least_kl,
+    most_kl_of_best_of,
+    optimum,
+)
 from trainer.reports.__main__ import main
 from trainer.reports.report import write_report
 from trainer.reports.sweep_page import sweep_svg, write_sweep
@@ -155,6 +163,25 @@ def test_what_few_samples_err_to_one_side_is_taken_off(samples, value, truth):
     assert np.mean(judged) == pytest.approx(truth, rel=0.02)
 
 
+def test_the_error_of_an_efficiency_is_its_deviation_over_sets_of_prompts():
+    """Over 80 sets of 40 prompts, with 64 replies of the reference and 8 of a wasteful policy."""
+    found, errors = [], []
+    for seed in range(80):
+        draw = np.random.default_rng(seed)
+        p = draw.beta(1.2, 4, size=(40, 1))
+        odds = np.exp(draw.normal(2.2, 1.0, size=(40, 1)))
+        a = p * odds / (1 - p + p * odds)
+        success = (draw.random((40, 64)) < p).astype(float)
+        right = draw.random((40, 8)) < a
+        kl = np.where(right, np.log(a / p), np.log((1 - a) / (1 - p))) + draw.normal(
+            0.6, 1, (40, 8)
+        )
+        found.append(least_kl(success, right.mean()) / kl.mean())
+        errors.append(efficiency_error(success, right.mean(1), kl.mean(1)))
+    assert np.mean(errors) == pytest.approx(np.std(found), rel=0.25)
+    assert efficiency_error(np.zeros((3, 4)), np.zeros(3), np.ones(3)) == 0, "nothing is ever right"
+
+
 # On the pages: efficiency by hand numbers, what is drawn, and samples of a real run.
 
 # Three prompts, 512 replies of the reference: right in a quarter, in half and in none of them.
@@ -216,21 +243,42 @@ def test_points_stand_at_the_kl_of_the_replies_that_they_are_of_below_the_fronti
     beyond = Page(write_report(tmp_path / "kl.coeff=0")).texts
     assert any("it lies beyond the end of the line. The line comes from" in t for t in beyond)
     scores = {"eval/sampled_accuracy": ACCURACY, "eval/kl_ref_sequence": 2 * LEAST}
-    judge = Efficiency(512, tmp_path)
-    assert judge(scores, 3) == {"kl/efficiency": pytest.approx(0.5, abs=0.01)}
-    assert judge(scores, 4) == {}, "those samples say nothing of more rows"
+    judge = Efficiency(512, tmp_path / FILE)
+    assert judge(scores, 3, {}) == {"kl/efficiency": pytest.approx(0.5, abs=0.01)}
+    assert judge(scores, 4, {}) == {}, "those samples say nothing of more rows"
+
+
+def test_the_page_of_a_run_shows_the_share_of_its_kl_that_changed_style(tmp_path):
+    write_frontier(tmp_path)
+    parts = {"kl/needed": 0.4, "kl/misallocated": 0.1, "kl/in_right": 0.2, "kl/in_wrong": 1.3}
+    last = {"eval/kl_ref_sequence": 2.0, "eval/sampled_accuracy": ACCURACY, **parts}
+    last |= {"kl/efficiency_error": 0.05, "kl/efficiency_train": 0.625}
+    texts = " ".join(Page(write_report(write_lines(tmp_path, last))).texts)
+    assert "65% of the KL changed wrong responses into other wrong ones and 10% right" in texts
+    assert "(standard error 0.05)" in texts
+    assert "On training prompts it is 0.62." in texts
 
 
 @pytest.mark.runs
 def test_a_run_with_a_frontier_judges_its_evaluations_and_goes_on_so(tmp_path):
     """It samples before training; a run that is stopped and resumed logs the same."""
-    train(tmp_path / "whole", frontier=16)
-    assert "stopped" in train(tmp_path / "cut", Counted(64 + IN_ITERATION_2, stop), frontier=16)
-    train(tmp_path / "cut", resume=True, frontier=16)
+    options = {"frontier": 16, "train_rows": 3}
+    before = 4 * 16 + 3 * 16 + 3 * 3  # replies that a run without these options lacks
+    train(tmp_path / "whole", **options)
+    assert "stopped" in train(tmp_path / "cut", Counted(before + IN_ITERATION_2, stop), **options)
+    train(tmp_path / "cut", resume=True, **options)
     whole, cut = (lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
     judged = [row["progress/iteration"] for row in whole if "kl/efficiency" in row]
     assert judged == [2, 4], whole
     assert [row.get("kl/efficiency") for row in whole] == [row.get("kl/efficiency") for row in cut]
+    for row in whole:
+        if "kl/efficiency" in row:
+            parts = [row[f"kl/{n}"] for n in ("needed", "misallocated", "in_right", "in_wrong")]
+            assert sum(parts) == pytest.approx(row["eval/kl_ref_sequence"], rel=1e-5)
+            assert row["kl/efficiency_error"] >= 0
+    assert whole[-1]["eval_train/sampled_accuracy"] == cut[-1]["eval_train/sampled_accuracy"]
+    seen = json.loads((tmp_path / "whole" / "frontier_train.json").read_text())
+    assert (seen["rows"], seen["asked"]) == ([0, 1, 2], 3)
     kept = json.loads((tmp_path / "whole" / "frontier.json").read_text())
     assert kept["rows"] == [0, 1, 2, 3]
     assert {len(row) for row in kept["success"]} == {16}

@@ -187,6 +187,32 @@ def test_rows_weigh_alike_in_a_short_last_chunk_and_one_right_sample_solves_a_ro
     assert {(r["kind"], r["iteration"], r["kl"]) for r in records} == {("after", 5, None)}
 
 
+class Split(Words):
+    """Train and eval rows differ."""
+
+    def rows(self, split: str) -> list[dict]:
+        rows = super().rows(split)
+        return rows[2:] if split == "train" else rows[:2]
+
+
+class Swapped(Split):
+    def rows(self, split: str) -> list[dict]:
+        return super().rows("eval" if split == "train" else "train")
+
+
+def test_training_rows_are_evaluated_as_held_out_ones_under_names_of_their_own():
+    held_out, _ = evaluate(Split())(0)
+    trained, _ = evaluate(Swapped())(0)
+    assert trained != held_out
+    both, records = evaluate(Split(), train_rows=9)(0)
+    renamed = {name.replace("eval/", "eval_train/"): value for name, value in trained.items()}
+    assert both == held_out | renamed
+    assert len(records) == 2, "of the held-out rows"
+    first, _ = evaluate(Split(), train_rows=1)(0)
+    alone, _ = evaluate(Swapped(), max_rows=1)(0)
+    assert first["eval_train/reward"] == alone["eval/reward"]
+
+
 @pytest.mark.parametrize(("drops", "kept"), [(False, 12), (True, 9)])
 def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(drops, kept):
     """Against another model, by plain forwards: a mean over kept replies, and over their tokens."""

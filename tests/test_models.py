@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
 from policies import Tokens, products
 from policies.attention import NAME
 from policies.cache import read_manifest
-from policies.layers import MLP, RMSNorm, replace_layers
+from policies.layers import MLP, RMSNorm, normalise_at_once, replace_layers
 from policies.load import load_policy
 from policies.models import (
     EMBEDDED,
@@ -102,6 +102,9 @@ def test_dropout_is_zero_so_that_train_mode_is_eval_mode(checkpoints, tmp_path):
     torch.testing.assert_close(model(ids).logits, model(ids).logits, rtol=0, atol=0)
 
 
+PRECISIONS = [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]
+
+
 def has_the_layers_of_transformers(kind="llama", dtype=torch.float32, autocast=False):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40}
     config = AutoConfig.for_model(kind, **sizes, num_attention_heads=4, num_key_value_heads=2)
@@ -126,11 +129,18 @@ def has_the_layers_of_transformers(kind="llama", dtype=torch.float32, autocast=F
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize(
-    ("dtype", "autocast"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]
-)
+@pytest.mark.parametrize(("dtype", "autocast"), PRECISIONS)
 def test_outputs_and_gradients_are_those_of_the_layers_of_transformers(kind, dtype, autocast):
     has_the_layers_of_transformers(kind, dtype, autocast)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_so_are_those_of_the_norm_for_gpus(monkeypatch, autocast):
+    def at_once(norm, x):
+        return normalise_at_once(x, norm.weight, norm.variance_epsilon)
+
+    monkeypatch.setattr(RMSNorm, "forward", at_once)
+    has_the_layers_of_transformers("llama", autocast=autocast)
 
 
 @pytest.mark.parametrize("kernels", [True, False])

@@ -44,6 +44,8 @@ OF_SAMPLING = {"algorithm.group_size", "trainer.overlap", "kl.allow_biased"}
 OF_DATA = {"env.eval_dataset", "env.split", "env.eval_split"}
 OF_DATA |= {f"env.columns.{name}" for name in ("messages", "question", "answer")}
 
+OF_TOOLS = {"env.tool_timeout", "env.max_calls"}  # env.tools is empty
+
 
 def config_of(algorithm: str) -> dict:
     words = GOES_WITH.get(algorithm, ())
@@ -92,7 +94,7 @@ def test_a_key_is_taken_or_refused(algorithm):
     want = {f"algorithm.{name}" for name in UNREAD.get(algorithm, CLIP)} | OF_CONTROLLERS
     want |= OF_DATA if algorithm != "reward" else set()
     want |= OF_REFERENCES | OF_SAMPLING if algorithm in UNSAMPLED else set()
-    want |= {"kl.jsd_weight"} | (set() if algorithm in EXACT else {"kl.cap"})
+    want |= OF_TOOLS | {"kl.jsd_weight"} | (set() if algorithm in EXACT else {"kl.cap"})
     assert untaken(config_of(algorithm)) == want
 
 

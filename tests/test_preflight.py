@@ -82,7 +82,7 @@ def test_a_template_whose_ends_are_not_learnt_is_a_problem(tmp_path, capsys):
     (path := tmp_path / "endless.jinja").write_text(template)
     words = ("experiment=sft_tiny", "policy.model=tiny", f"policy.chat_template={path}")
     assert look(tmp_path, *SMALL, *words) == 1
-    assert "policy.chat_template=chatml" in capsys.readouterr().out
+    assert "no row ends by an end of turn that is learnt" in capsys.readouterr().out
 
 
 @pytest.mark.runs

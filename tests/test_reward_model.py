@@ -129,10 +129,9 @@ def test_the_weighted_terms_are_the_documented_loss_in_any_micro_batch(cut):
         objective(Rewards(rewards[1:3]), batch[1:3])
 
 
-@pytest.mark.parametrize("wrong", [None, "a"])
-def test_rows_without_a_worse_reply_are_an_error(tmp_path, wrong):
+def test_rows_without_a_worse_reply_are_an_error(tmp_path):
     rows = [{"question": f"{i}?", "chosen": "a", "rejected": "b"} for i in range(4)]
-    rows[3]["rejected"] = wrong
+    rows[3]["rejected"] = None
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match="row 3, rejected: expected"):
         Preferences(str(tmp_path / "pairs.jsonl"))

@@ -1,6 +1,7 @@
 """Published shapes of rows: each becomes the chat written by hand in shapes.yaml."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -65,12 +66,28 @@ ALONE = r"needs answer; set env\.columns\.question={0} env\.columns\.answer=.*en
         ({"messages": [HI, HO, HI]}, "row 0, messages: expected .* the last message"),
         ({"prompt": [HI, HO], "answer": "Ho"}, r"row 0, prompt: .*env\.columns\.messages=prompt"),
         ({"query": "Hi", "tools": "[]", "answers": "[{"}, r"row 0, answers\[0\]\.tool_calls: "),
+        ({"instruction": "Hi", "output": "Ho", "input": 5}, "row 0, input: expected a text"),
+        ({"instruction": "Hi", "output": "Ho", "history": ["ab"]}, "row 0, history: .*pairs"),
+        ({"question": "Hi", "answer": "Ho", "images": ["a.png"]}, "row 0, images: .*text alone"),
+        ({"question": "Hi", "answer": math.nan}, "row 0, answer: "),
     ],
 )
 def test_what_fits_no_shape_is_one_line_with_the_nearest_one(tmp_path, row, says):
     with pytest.raises(ValueError, match=says) as caught:
         load_chats(write(tmp_path / "d.jsonl", row))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_nulls_of_calls_stay_unless_the_file_added_them(tmp_path, kind):
+    calls = [{"function": {"name": "f", "arguments": given}} for given in ({"a": 1}, {"b": 2})]
+    chats = [{"messages": [HI, {"role": "assistant", "tool_calls": [call]}]} for call in calls]
+    if kind == "jsonl":
+        chats[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["b"] = None
+    path = write(tmp_path / f"d.{kind}", *chats)
+    (row, _) = load_chats(path, eval_dataset=path)["train"]
+    got = row["reply"]["tool_calls"][0]["function"]["arguments"]
+    assert got == ({"a": 1, "b": None} if kind == "jsonl" else {"a": 1})
 
 
 @pytest.mark.parametrize("large", [False, True])

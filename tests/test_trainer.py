@@ -152,6 +152,18 @@ def test_a_metric_that_the_run_does_not_log_is_refused_when_it_is_first_missing(
         enough(logged[iteration], iteration)
 
 
+@pytest.mark.parametrize(
+    "name", ["kl/efficiency", "kl/in_wrong", "kl/needed_train", "eval_train/reward"]
+)
+def test_a_metric_of_some_evaluations_alone_is_not_missing_before(name):
+    enough = EarlyStopping(stop_at=f"{name} 1")
+    before = {"eval/reward": 1.0, "eval_train/reward": 0.0}
+    assert enough(before, 0) is None
+    assert enough({"kl/ref": 0.0}, 1) is None
+    assert enough(before | {name: 0.5}, 2) is None
+    assert enough(before | {name: 1.5}, 3)
+
+
 @pytest.mark.runs
 def test_the_run_ends_there_and_equals_a_longer_one_up_to_there_and_goes_on(straight, tmp_path):
     ended = tmp_path / "ended"

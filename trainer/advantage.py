@@ -141,10 +141,11 @@ class BetaAdvantage(GroupAdvantage):
 class DecoupledAdvantage(GroupAdvantage):
     """Standardise each part of the reward in its group, add them, standardise over the batch.
 
-    GDPO: Liu et al. 2026 (arXiv 2601.05242). The rewards are the batch's reward parts; the total
-    is only logged. `part_weights` names the parts that count; None: all, those of env.rewards with
-    their weight, the task's with its `task_weight`. A part that does not apply to a row (NaN) adds
-    nothing to it. Rows without loss tokens count nowhere.
+    GDPO: Liu et al. 2026 (arXiv 2601.05242). The rewards are parts of the batch's reward; the total
+    is only logged. `part_weights` names the parts that count; None: the functions of env.rewards
+    with their weights, without them every part of the task by 1, also one that only describes a
+    response. A part that does not apply to a row (NaN) adds nothing to it. Rows without loss tokens
+    count nowhere.
     """
 
     def __init__(
@@ -157,7 +158,9 @@ class DecoupledAdvantage(GroupAdvantage):
         runtime: Runtime | None = None,
     ) -> None:
         super().__init__(group_size=group_size, leash=leash, runtime=runtime)
-        self.part_weights, self.task = part_weights, task
+        functions = getattr(task, "functions", {})  # env.rewards
+        self.usual = {name: function.weight for name, function in functions.items()}
+        self.part_weights = part_weights
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the advantage to the batch."""
@@ -182,14 +185,14 @@ class DecoupledAdvantage(GroupAdvantage):
         return batch.set("advantage", advantage)
 
     def weights(self, parts: Collection[str]) -> Mapping[str, float]:
-        """Return the weight of each part that counts, of the reward's parts."""
-        functions = getattr(self.task, "functions", {})  # env.rewards
-        of_task = getattr(self.task, "task_weight", 1.0)
-        usual = {name: functions[name].weight if name in functions else of_task for name in parts}
+        """Return the weight of each part that counts, of the reward's `parts`."""
+        usual = self.usual or dict.fromkeys(parts, 1.0)
         weights = usual if self.part_weights is None else self.part_weights
-        if not weights or weights.keys() - usual.keys():
-            have = f"of {', '.join(parts)}" if parts else "and a reward with parts (env.rewards)"
-            raise ValueError(f"GDPO expects algorithm.part_weights {have}, got {dict(weights)}")
+        if not weights or weights.keys() - {*parts}:
+            raise ValueError(
+                "algorithm.part_weights: GDPO expects weights of parts of the reward, of "
+                f"{', '.join(parts) or 'env.rewards'}, got {dict(weights)}"
+            )
         return weights
 
 

@@ -78,10 +78,11 @@ class Trajectories:
         for row, text in zip(cpu_rows.tolist(), _last_contents(td, "response"), strict=True):
             self.texts[row].append(text)
 
-    def extend(self, rows: Tensor, td: TensorDictBase, policy: Generator) -> None:
+    def extend(self, rows: Tensor, td: TensorDictBase, policy: Generator) -> Tensor:
         """Append the tokens after a reply: the env's messages and the next generation prompt.
 
-        td [A] is the last turn of the A unfinished rows.
+        td [A] is the last turn of the A unfinished rows. Returns which of them go on, [A] bool: a
+        chat without room for the next prompt ends as truncated.
         """
         before = td.get(("history", "full")).chats()
         after = td.get(("next", "history", "prompt")).chats()
@@ -93,9 +94,15 @@ class Trajectories:
                 "give ChatEnv a task or max_turns=1, or append StepCounter(max_steps=...)"
             )
         new = [tokens_between(policy, *turn) for turn in zip(last, before, after, strict=True)]
-        ids, assistant = (pad(column).to(rows.device) for column in zip(*new, strict=True))
-        mask = pad_mask([len(row) for row, _ in new], device=rows.device)
-        self.append(rows, mask, ids=ids, assistant=assistant)
+        sizes = torch.tensor([len(row) for row, _ in new], device=rows.device)
+        fits = self.lengths[rows] + sizes <= getattr(policy, "room", torch.inf)  # [A]
+        self.flags["truncated"][rows[~fits].cpu()] = True
+        if fits.any():
+            new = [pair for pair, goes_on in zip(new, fits.tolist(), strict=True) if goes_on]
+            ids, assistant = (pad(column).to(rows.device) for column in zip(*new, strict=True))
+            mask = pad_mask([len(row) for row, _ in new], device=rows.device)
+            self.append(rows[fits], mask, ids=ids, assistant=assistant)
+        return fits
 
     @property
     def attention(self) -> Tensor:
@@ -158,11 +165,16 @@ def collect(
         td = env.step(td)
         chats.record(rows, td)
         unfinished = (~td.get(("next", "done"))).squeeze(-1)
-        if not unfinished.any():
+        goes_on = bool(unfinished.any())
+        if goes_on:
+            rows, td = rows[unfinished.to(rows.device)], td[unfinished]
+            fits = chats.extend(rows, td, policy)  # [A]
+            goes_on = bool(fits.any())
+        if goes_on and not fits.all():
+            rows, td = rows[fits], td[fits.cpu()]
+        if not goes_on:
             batch = chats.batch(group_id, policy)
             return batch.set("answer", NonTensorStack(*answers))
-        rows, td = rows[unfinished.to(rows.device)], td[unfinished]
-        chats.extend(rows, td, policy)
         td = _with_ids(next_state(td, keys), chats.tokens["ids"][rows], chats.attention[rows])
         td = policy(td)
 

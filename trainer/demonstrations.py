@@ -85,14 +85,16 @@ def rows_by_turn(rows: Sequence[Row], *, last_only: bool = False) -> Sequence[Ro
 
     def turns(row: Row) -> list[int]:
         places = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
-        learnt = [i for i in places if i not in row.get("unlearnt", ())]
-        return learnt[-1:] if last_only else learnt
+        places = places[-1:] if last_only else places
+        return [i for i in places if i not in row.get("unlearnt", ())]
 
     def make(place: tuple[int, int]) -> Row:
         row = {k: v for k, v in rows[place[0]].items() if k != "unlearnt"}
         return row | {"messages": row["messages"][: place[1] + 1], "last_turn": True}
 
     places = [(i, turn) for i, row in enumerate(rows) for turn in turns(row)]
+    if not places:
+        raise ValueError(f"expected a turn to learn, got {len(rows)} chats without; see weight")
     return LazyRows(make, places, listed=getattr(rows, "listed", True))
 
 

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+# Evaluations log these where they can.
+JUDGED = ("kl/efficiency", "kl/needed", "kl/misallocated", "kl/in_right", "kl/in_wrong")
 SCORE = "eval/"  # `patience` watches the first metric with this prefix
 
 
@@ -85,7 +87,8 @@ class EarlyStopping:
         name, target = read_rule(self.stop_at)
         if name not in metrics:
             evaluated = any(each.startswith(SCORE) for each in metrics)  # logged separately
-            due = name.startswith(SCORE) == evaluated and name != "kl/efficiency"
+            due = name.startswith((SCORE, "eval_train/")) == evaluated
+            due &= not name.startswith(JUDGED)
             if due and iteration <= 1:
                 raise ValueError(f"trainer.stop_at: no metric {name}; metrics.jsonl has the names")
             return None

@@ -6,12 +6,10 @@ excluded. kl/efficiency is how much of its KL a policy needed (docs/kl.md), from
 reference: sampled before training (eval.frontier) or later (mode=frontier), see frontier.json.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +17,16 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
-from policies.cache import write_text
 from policies.protocols import Generator
-from policies.random import fold, in_float64
+from policies.random import fold
 from policies.scorer import LOCAL, placement_of
 from trainer.collect import collect
-from trainer.frontier import FILE, Frontier, read_frontier
+from trainer.efficiency import Efficiency, merged, name_of_training, scores_by_row
+from trainer.frontier import FILE
 from trainer.runtime import Runtime
 from trainer.transcripts import transcript
+
+TRAIN_FILE = "frontier_train.json"  # of a run: samples of the reference on training rows
 
 
 class Evaluate:
@@ -36,6 +36,7 @@ class Evaluate:
     depend on (seed, row, sample) only, so that two evaluations differ by the weights alone.
     `retrieve_kl` measures the KL of the sampled replies; with `frontier` replies to each row before
     training, kl/efficiency judges it. A task that rewards nothing has the KL alone.
+    The first `train_rows` training rows are evaluated in the same way, for metrics of their own.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Evaluate:
         prompts_per_batch: int = 8,
         every: int = 0,
         frontier: int = 0,
+        train_rows: int = 0,
     ) -> None:
         self.task, self.env, self.generator = task, env, generator
         self.set_rows(list(islice(task.rows("eval"), max_rows)))
@@ -61,7 +63,17 @@ class Evaluate:
         self.placements = placement_of(generator), placement_of(retrieve_kl)
         wanted = ("sampled", num_samples, temperature), ("greedy", int(greedy), 0.0)
         self.plans = [self.plan(*each) for each in wanted if each[1]]
-        self.efficiency = Efficiency(frontier, runtime.folder) if frontier else None
+        self.efficiency = Efficiency(frontier, runtime.folder / FILE) if frontier else None
+        self.beside = self._of_training(train_rows, frontier) if train_rows else None
+
+    def _of_training(self, rows: int, frontier: int) -> "Evaluate":
+        """Return the evaluation of the first training rows."""
+        other = copy(self)
+        other.set_rows(list(islice(self.task.rows("train"), rows)))
+        other.beside = None
+        if frontier:
+            other.efficiency = Efficiency(frontier, self.runtime.folder / TRAIN_FILE)
+        return other
 
     def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
         """Return the name, an env with `samples` replies per row, a generator at `temperature`."""
@@ -97,13 +109,31 @@ class Evaluate:
 
         `on_progress(share)` is called before each batch, `on_batch(plan, replies, rows)` after it.
         """
-        if self.efficiency is not None and kind == "before":
-            self.efficiency.begin(self, on_progress)
+        efficiency = self.efficiency
+        if efficiency is not None:
+            if kind == "before":
+                self._sample_reference(efficiency, on_progress)
+            on_batch = efficiency.keep_scores(on_batch)
         with self.placements[0].gather():  # samplers' steps differ by rank
             scores, records = self._play(iteration, kind, on_progress, on_batch)
-        if self.efficiency is not None:
-            scores |= self.efficiency(scores, len(self.rows))
+        if efficiency is not None:
+            responses = merged(self.runtime, efficiency.responses)
+            scores |= efficiency(scores, len(self.rows), responses)
+        if self.beside is not None:
+            about = f"evaluating {self.beside.about}, of training"
+            more, _ = self.beside(
+                iteration,
+                kind=kind,
+                on_progress=lambda share, label=about: on_progress(share, label),
+            )
+            scores |= {name_of_training(name): value for name, value in more.items()}
         return scores, records
+
+    def _sample_reference(self, efficiency: Efficiency, on_progress: Callable[..., None]) -> None:
+        """Sample the untrained policy; calls `on_progress(share, label)`."""
+        label = f"sampling the reference: {len(self.rows)} prompts x {efficiency.samples} samples"
+        replies = sample(self, efficiency.samples, lambda share: on_progress(share, label))
+        efficiency.begin(replies, write=self.runtime.is_main)
 
     def _play(self, iteration: int, kind: str, progress: Any, on_batch: Any) -> tuple[dict, list]:
         out, kls = dict[str, float](), dict[str, float]()
@@ -193,31 +223,6 @@ class Evaluate:
         return td.set("row", NonTensorStack(*map(NonTensorData, rows)))
 
 
-class Efficiency:
-    """Compute kl/efficiency from `samples` replies per eval row of the untrained policy."""
-
-    def __init__(self, samples: int, folder: Path) -> None:
-        self.samples, self.path = samples, folder / FILE
-        self.frontier: Frontier | None = None
-
-    def begin(self, play: Evaluate, on_progress: Callable[..., None] = lambda *_: None) -> None:
-        """Sample the untrained policy; calls `on_progress(share, label)`."""
-        label = f"sampling the reference: {len(play.rows)} prompts x {self.samples} samples"
-        replies = sample(play, self.samples, lambda share: on_progress(share, label))
-        self.frontier = Frontier.of_samples(replies)
-        if self.frontier is not None and play.runtime.is_main:
-            write_text(self.path, json.dumps({"samples": self.samples, **replies}))
-
-    def __call__(self, scores: dict[str, float], rows: int) -> dict[str, float]:
-        """Return kl/efficiency of an evaluation of `rows` rows, if the samples support it."""
-        if self.frontier is None and self.path.is_file():  # of a resumed run
-            self.frontier = read_frontier(self.path)
-        if self.frontier is None or self.frontier.num_prompts != rows:
-            return {}
-        share = self.frontier.efficiency_of(scores)
-        return {} if share is None else {"kl/efficiency": share}
-
-
 def sample(
     play: Evaluate, samples: int, on_progress: Callable[[float], None] = lambda _: None
 ) -> dict[str, Any]:
@@ -225,21 +230,21 @@ def sample(
 
     Dropped rows are left out ("asked" counts them); {} if all rows are dropped.
     """
-    scores: dict[int, list] = {}
+    scores: dict[int, dict[str, list]] = {}
 
     def on_batch(_: str, batch: TensorDictBase, rows: list[int]) -> None:
-        values = (in_float64(batch.get("reward_raw")).sum(-1), batch.get("success").int())
-        each = [value.view(len(rows), -1).tolist() for value in (*values, batch.get("dropped"))]
-        for row, reward, success, dropped in zip(rows, *each, strict=True):
-            if not dropped[0]:
-                scores[row] = [[round(value, 6) for value in reward], success]
+        scores.update(scores_by_row(batch, rows))
 
     player = copy(play)
-    player.plans, player.efficiency = [play.plan("frontier", samples, 1.0)], None
+    player.plans = [play.plan("frontier", samples, 1.0)]
+    player.efficiency = player.beside = None
     size = play.prompts_per_batch * 8 // samples  # in replies as with eval.num_samples=8
     player.prompts_per_batch = max(1, size)
     player.placements = (play.placements[0], LOCAL)  # no KL is measured
     player(0, on_progress=on_progress, on_batch=on_batch)
-    rows = dict(sorted(item for part in play.runtime.gather(scores) for item in part.items()))
-    values = {"reward": [r for r, _ in rows.values()], "success": [s for _, s in rows.values()]}
-    return {"asked": len(play.rows), "rows": [*rows], **values} if rows else {}
+    rows = merged(play.runtime, scores)
+    reward = [[round(value, 6) for value in each["reward"]] for each in rows.values()]
+    success = [each["success"] for each in rows.values()]
+    if not rows:
+        return {}
+    return {"asked": len(play.rows), "rows": [*rows], "reward": reward, "success": success}

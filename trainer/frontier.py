@@ -32,6 +32,7 @@ ACCURACY, EVAL_REWARD, EVAL_KL = "eval/sampled_accuracy", "eval/reward", "eval/k
 FILE = "frontier.json"  # of a run or a sweep: samples of the reference
 Array = NDArray[np.float64]
 NUM_POINTS = 80  # of a curve
+COEFFS = np.geomspace(30.0, 1 / 300, NUM_POINTS)  # of a curve, in units of the rewards' spread
 MIN_KL = 1e-3  # nats; no efficiency is computed below
 MAX_MISSING = 0.1  # share of the resamples that may end below a value
 
@@ -56,13 +57,19 @@ def optimum(rewards: Array, coeff: float) -> tuple[float, float]:
     >>> math.isclose(reward, math.e / (1 + math.e)), round(kl, 3)
     (True, 0.111)
     """
+    kl, reward = _optima(rewards, coeff)
+    return float(kl.mean()), float(reward.mean())
+
+
+def _optima(rewards: Array, coeff: float) -> tuple[Array, Array]:
+    """Return KL and reward of the best policy at a coefficient, each [P]."""
     middle = rewards.mean(1, keepdims=True)  # [P, 1]; the KL depends on differences only
     scaled = (rewards - middle) / coeff  # [P, n]
     top = scaled.max(1, keepdims=True)
     raised = np.exp(scaled - top)
     mean = (raised * scaled).sum(1) / raised.sum(1)  # [P]
     log_z = np.log(raised.mean(1)) + top[:, 0]
-    return float((mean - log_z).mean()), float((mean * coeff + middle[:, 0]).mean())
+    return mean - log_z, mean * coeff + middle[:, 0]
 
 
 def least_kl(rewards: Array, reward: float) -> float | None:
@@ -104,7 +111,7 @@ class ConfidenceBand:
         count = rewards.shape[1]
         self.rewards, self.count = rewards, count
         spread = float(np.ptp(rewards, axis=1).max())
-        coeffs = spread * np.geomspace(30.0, 1 / 300, NUM_POINTS)
+        coeffs = spread * COEFFS
         self.binary = bool(np.isin(rewards, (0, 1)).all())
         data = rewards.mean(1) if self.binary else rewards  # pass rates are enough if binary
         self.kl, self.value = path(data, coeffs) if spread else (np.zeros(1), rewards.mean()[None])
@@ -159,20 +166,47 @@ def path(rewards: Array, coeffs: Array) -> tuple[Array, Array]:
 
     `rewards` [P, n], or pass rates [P] if rewards are 0 or 1.
     """
+    kl, value = paths(rewards, coeffs)
+    return np.maximum(kl.mean(1), 0.0), value.mean(1)  # rounding may leave -1e-17
+
+
+def paths(rewards: Array, coeffs: Array) -> tuple[Array, Array]:
+    """Return a `path` per prompt, [N, P]."""
     if rewards.ndim == 2:
-        points = [(0.0, float(rewards.mean())), *(optimum(rewards, c) for c in coeffs)]
-        kl, value = np.array(points).T
-        return np.maximum(kl, 0.0), value  # rounding may leave -1e-17
+        reference = np.zeros(len(rewards)), rewards.mean(1)
+        kl, value = zip(reference, *(_optima(rewards, c) for c in coeffs), strict=True)
+        return np.array(kl), np.array(value)
     log_odds = np.append(0.0, 1 / coeffs)[:, None]  # [N, 1]
     raised = rewards * np.exp(log_odds)
     share = raised / (1 - rewards + raised)  # [N, P]
-    kl = (share * log_odds - np.log(1 - rewards + raised)).mean(1)
-    return np.maximum(kl, 0.0), share.mean(1)
+    return share * log_odds - np.log(1 - rewards + raised), share
 
 
 def _at(value: float, values: Array, kls: Array) -> float:
     """Return the KL at a value of a path; sqrt(KL) is interpolated linearly."""
     return float(np.interp(value, values, np.sqrt(kls)) ** 2)
+
+
+def efficiency_error(
+    samples: Array, value: Array, kl: Array, *, draws: int = 200, seed: int = 0
+) -> float:
+    """Return the standard error of an efficiency: its deviation over resampled prompts.
+
+    `samples` [P, n] are rewards of the reference, `value` and `kl` [P] means of the policy's
+    responses to the same prompts. A resampled prompt keeps its responses, so the error includes
+    that of few responses (Davison and Hinkley 1997, section 3.8).
+    """
+    binary = bool(np.isin(samples, (0, 1)).all())
+    spread = float(np.ptp(samples, axis=1).max()) or 1.0
+    kls, values = paths(samples.mean(1) if binary else samples, spread * COEFFS)  # [N, P]
+    count = len(samples)
+    shares = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), draws)
+    shares = shares / count  # [draws, P]
+    resampled = zip(shares @ value, shares @ kl, shares @ values.T, shares @ kls.T, strict=True)
+    ratios = [
+        _at(got, line, np.maximum(least, 0.0)) / spent for got, spent, line, least in resampled
+    ]
+    return float(np.std(ratios, ddof=1))
 
 
 def best_of(rewards: Array, k: int) -> float:
@@ -205,6 +239,7 @@ class Frontier:
     reward: Array
     success: Array
     num_prompts: int | None = None  # with those that the task dropped
+    rows: list[int] | None = None  # the others
     bands: dict[str, ConfidenceBand] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -217,7 +252,7 @@ class Frontier:
         sound = reward.shape == success.shape and reward.ndim == 2 and reward.size
         if not sound or not np.isfinite(reward).all():
             return None
-        return cls(reward, success, content.get("asked"))
+        return cls(reward, success, content.get("asked"), content.get("rows"))
 
     @property
     def metric(self) -> str:

@@ -63,7 +63,7 @@ def make_filters(loop: Trainer) -> dict[str, LengthFilter]:
         prompt = positions - new, True, f"{chat[2]} - policy.max_new_tokens", "lower the latter"
     rooms = {"train": prompt if plays else chat}
     if loop.evaluate.plans:
-        rooms["eval"] = prompt
+        rooms["eval"] = rooms["eval.train_rows"] = prompt
     return {
         name: LengthFilter(loop.policy.renderer, room, env, *about)
         for name, (room, *about) in rooms.items()
@@ -87,9 +87,10 @@ def name_unused(loop: Trainer) -> list[str]:
 
 def drop_long_rows(loop: Trainer) -> list[str]:
     """Drop the rows that do not fit; return a message for each kind of rows."""
-    messages = []
+    messages, evaluate = [], loop.evaluate
+    parts = {"train": loop.source, "eval": evaluate, "eval.train_rows": evaluate.beside}
     for name, fit in make_filters(loop).items():
-        part = loop.source if name == "train" else loop.evaluate
+        part = parts[name]
         rows = getattr(part, "rows", ())
         listed = isinstance(rows, list | tuple) or getattr(rows, "listed", False)
         if not listed or not rows:
@@ -109,5 +110,5 @@ def drop_long_rows(loop: Trainer) -> list[str]:
             raise ValueError(f"{text}, which leaves none; {fit.remedy}, {alternative}")
         shorter = LazyRows(rows.__getitem__, [i for i in range(len(rows)) if i not in sizes])
         messages.append(f"{text}; dropped")
-        part.set_rows(shorter) if name == "eval" else setattr(part, "rows", shorter)
+        setattr(part, "rows", shorter) if name == "train" else part.set_rows(shorter)
     return messages

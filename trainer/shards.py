@@ -37,8 +37,8 @@ class ShardedRuntime(Runtime):
             cpu = device == "cpu" or not torch.cuda.is_available()
             _init_process_group(cpu=cpu, timeout=timeout)
         super().__init__(folder, seed=seed, device=device, timeout=timeout)
-        self.offload, self.shards = offload, shards
-        check_shards(self.ranks, shards)
+        self.offload = offload
+        self.shards = self.ranks if shards is None else shards
 
     def load(self, make: Callable[..., Policy]) -> Policy:
         """Return the policy that `make` loads, on the CPU: no GPU holds all weights."""
@@ -56,12 +56,6 @@ class ShardedRuntime(Runtime):
         scorers = {id(part.scorer): part.scorer for part in others if hasattr(part, "scorer")}
         shard_all(main, list(scorers.values()), mesh, offload=self.offload)
         return main, make(main)
-
-
-def check_shards(ranks: int, shards: int | None) -> None:
-    """Raise ValueError if the ranks do not split into copies of `shards` ranks."""
-    if ranks % (shards or ranks):
-        raise ValueError(f"launch.shards={shards}: expected a divisor of the {ranks} ranks")
 
 
 def make_mesh(device: str, ranks: int, shards: int | None = None) -> DeviceMesh:

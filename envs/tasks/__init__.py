@@ -7,6 +7,7 @@ from policies.lazy import lazy
 if TYPE_CHECKING:
     from envs.tasks.answers import Answers as Answers
     from envs.tasks.calculator import Calculator as Calculator
+    from envs.tasks.calculator import multiply as multiply
     from envs.tasks.dataset import Chats as Chats
     from envs.tasks.dataset import DatasetTask as DatasetTask
     from envs.tasks.dataset import Preferences as Preferences

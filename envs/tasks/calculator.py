@@ -75,3 +75,14 @@ def is_held_out(a: int, b: int) -> bool:
     True
     """
     return zlib.crc32(f"{min(a, b)}*{max(a, b)}".encode()) % HELD_OUT == 0
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two whole numbers.
+
+    Args:
+        a: The first factor.
+        b: The second factor.
+
+    """
+    return a * b

@@ -10,7 +10,6 @@ from policies.lazy import lazy
 if TYPE_CHECKING:
     from envs.tools.calling import CallTools as CallTools
     from envs.tools.functions import TypedTool as TypedTool
-    from envs.tools.functions import multiply as multiply
     from envs.tools.reading import Call as Call
     from envs.tools.reading import CallReader as CallReader
 

@@ -75,7 +75,7 @@ class CallTools(ToolTransformBase):
 
     def _process_batch(self, contents: dict[int, str]) -> dict[int, Any]:
         schemas = [tool.schema for tool in self.tools.values()]
-        most = 1 if self.read.single else self.max_calls + 1  # the last one is refused
+        most = 1 if self.read.single else None  # a template of one call takes one result
         calls = {row: self.read(text, schemas)[:most] for row, text in contents.items()}
         outcomes = iter(finished(self._play(list(calls.values()))))
         return {row: self._answers(row, turn, outcomes) for row, turn in calls.items()}
@@ -113,7 +113,10 @@ class CallTools(ToolTransformBase):
         if not fault and tool is None:
             fault = f"there is no tool {call.name}; there are {', '.join(self.tools)}"
         if not fault and tool is not None:
-            fault = tool.fault(call.arguments)
+            try:
+                fault = tool.fault(call.arguments)
+            except RecursionError:
+                fault = "the arguments are nested too deep"
         if not fault and place >= self.max_calls:
             fault = f"at most {self.max_calls} calls a turn are made"
         if fault or tool is None:
@@ -123,7 +126,7 @@ class CallTools(ToolTransformBase):
             try:
                 text, failed = as_text(await self._value(tool, call.arguments)), False
             except FAULTS as error:
-                text, failed = f"Error: {type(error).__name__}: {error}", True
+                text, failed = f"Error: {_describe(error)}", True
         return Outcome(text, failed, time.perf_counter() - begun)
 
     async def _value(self, tool: TypedTool, arguments: Mapping[str, Any]) -> Any:
@@ -134,3 +137,10 @@ class CallTools(ToolTransformBase):
         except TimeoutError as error:
             late = TimeoutError(f"no result within {self.tool_timeout:g} s")
             raise (late if limit.expired() else error) from None
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # of its own __str__
+        return type(error).__name__

@@ -1,15 +1,12 @@
 """Typed Python functions as tools: their schemas, and the check of a call's arguments."""
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers.utils.chat_template_utils import (
-    DocstringParsingException,
-    TypeHintParsingException,
-    get_json_schema,
-)
+from transformers.utils.chat_template_utils import get_json_schema
 
 from envs.rewards.functions import is_async
 
@@ -39,24 +36,28 @@ class TypedTool:
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], **fixed: Any) -> "TypedTool":
-        """Return the tool of a function; ValueError if it lacks a type or a description.
+        r"""Return the tool of a function; ValueError if it lacks a type or a description.
 
+        >>> from envs.tasks import multiply
         >>> tool = TypedTool.of("multiply", multiply, b=2)
         >>> tool.schema["function"]["parameters"]["required"]
         ['a']
         >>> tool.fault({"a": 3}), tool.fault({"a": "x"})
-        ('', "expected a to be integer, got 'x'")
+        ('', 'expected a to be {"type": "integer"}, got \'x\'')
         """
         typed = function if inspect.isroutine(function) else function.__call__
         try:
             schema = get_json_schema(typed)
-        except (DocstringParsingException, TypeHintParsingException) as error:
+        except Exception as error:  # annotations are a user's expressions
             raise ValueError(
                 f"env.tools.{name}: {' '.join(str(error).split())}; a tool needs a docstring, and "
                 "a type and a line under Args: for each argument"
             ) from None
         schema["function"]["name"] = name
         parameters = schema["function"]["parameters"]
+        if unknown := [argument for argument in fixed if argument not in parameters["properties"]]:
+            takes = ", ".join(parameters["properties"]) or "no arguments"
+            raise ValueError(f"env.tools.{name}.{unknown[0]}: the function takes {takes}")
         for argument in fixed:
             del parameters["properties"][argument]
         required = parameters.get("required", [])
@@ -79,10 +80,8 @@ class TypedTool:
                 return f"{kind} arguments {', '.join(names)}; expected {', '.join(properties)}"
         for name, value in arguments.items():
             if not fits(value, properties[name]):
-                wanted = properties[name].get("enum") or properties[name].get(
-                    "type", "another type"
-                )
-                return f"expected {name} to be {wanted}, got {value!r:.80}"
+                schema = {k: v for k, v in properties[name].items() if k != "description"}
+                return f"expected {name} to be {json.dumps(schema)}, got {value!r:.80}"
         return ""
 
 
@@ -104,14 +103,3 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
     names = [names] if isinstance(names, str) else names
     kinds = [kind for name in names for kind in TYPES.get(name, ())]
     return not kinds or type(value) in kinds  # isinstance would take True as an int
-
-
-def multiply(a: int, b: int) -> int:
-    """Multiply two whole numbers.
-
-    Args:
-        a: The first factor.
-        b: The second factor.
-
-    """
-    return a * b

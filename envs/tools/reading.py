@@ -16,8 +16,15 @@ from typing import Any
 import yaml
 
 from policies.chats.chat_template import Renderer
+from policies.chats.rendering import bounded, make_call
 
-ERRORS = (ValueError, KeyError, TypeError, RecursionError)  # of responses that are not well formed
+ERRORS = (
+    ValueError,
+    KeyError,
+    TypeError,
+    RecursionError,
+    TimeoutError,
+)  # of responses that are not well formed
 ARGUMENTS = {"text": 'say "7"\nor so', "number": 7}
 SCHEMA = {
     "type": "function",
@@ -72,6 +79,8 @@ class CallReader:
                 )
         for end in map(renderer.tokenizer.decode, renderer.stop_ids):
             written = {count: text.removesuffix(end) for count, text in written.items()}
+        if not written:
+            renderer.text([question, _called(1)])  # raises the template's own error
         self.single = 2 not in written
         templates = [getattr(renderer.tokenizer, "response_template", None), *formats().values()]
         for self._template in filter(None, templates):
@@ -89,7 +98,7 @@ class CallReader:
         return calls == [("try_it", ARGUMENTS)] * count
 
     def __call__(self, response: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
-        """Return the calls of a response in order, those that cannot be read last.
+        """Return the calls of a response in order; where some cannot be read, these alone.
 
         The schemas of `tools` decide the types of arguments that a format writes as plain text.
         """
@@ -97,13 +106,15 @@ class CallReader:
 
     def _read(self, response: str, start: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
         try:
-            message = self._renderer.tokenizer.parse_response(
-                response, self._template, prefix=start, tools=list(tools)
-            )
+            with bounded():  # some patterns take the square of a response's length
+                message = self._renderer.tokenizer.parse_response(
+                    response, self._template, prefix=start, tools=list(tools)
+                )
         except ERRORS as error:
             return [Call(fault=f"{type(error).__name__}: {error}")]
-        calls = list(map(_call, _flat(message.get("tool_calls", []))))
-        return calls + [Call(fault=f"got {text!r:.200}") for text in message.get("broken", [])]
+        broken = [Call(fault=f"got {text!r:.200}") for text in message.get("broken", [])]
+        # Their place among the others is not known, and results stand in the order of the calls.
+        return broken or list(map(_call, _flat(message.get("tool_calls", []))))
 
 
 @cache
@@ -114,8 +125,7 @@ def formats() -> dict[str, dict[str, Any]]:
 
 def _called(count: int) -> dict[str, Any]:
     """Return a message with made-up calls."""
-    function = {"name": "try_it", "arguments": ARGUMENTS}
-    calls = [{"type": "function", "id": f"call{i:05}", "function": function} for i in range(count)]
+    calls = [make_call("try_it", ARGUMENTS) | {"id": f"call{i:05}"} for i in range(count)]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 

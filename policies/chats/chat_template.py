@@ -6,7 +6,8 @@ ordinary text, so that only the template can open or close a turn; other added t
 ("<think>" where it is not special) are encoded as the tokenizer does.
 
 The assistant mask covers contents and end-of-turn tokens of assistant messages. It comes from the
-template's `{% generation %}` tags, else from rendering the chat up to each assistant message.
+template's `{% generation %}` tags, else from rendering the chat up to each assistant message (that
+of the last turn alone the other way round).
 
 Left out on purpose: documents as template arguments, images, and searching the rendered text for
 headers, which a message could fake.
@@ -21,7 +22,7 @@ from itertools import accumulate
 from math import inf
 from typing import Any
 
-from policies.chats.next_turn import Gap, StandIn
+from policies.chats.next_turn import Gap, LostTurn, StandIn
 from policies.chats.rendering import (
     CACHE_SIZE,
     Encoder,
@@ -149,11 +150,12 @@ class Renderer:
         new_messages = check_messages(new_messages) if new_messages else []
         self._outlines.refuse_markup(new_messages)
         try:
+            chat = [*messages, *new_messages]
             stand_in = StandIn.of(self._outlines, messages, new_messages)
             gap = self._gap(stand_in)
             start = gap.start_after(ids)
-            pieces, texts, text = stand_in.fill(self._outlines, gap, new_messages, start)
-        except ValueError as error:
+            pieces, texts, text = stand_in.fill(self._outlines, gap, chat, start)
+        except LostTurn as error:
             remedy = f"set env.max_turns=1, or {self._outlines.remedy}"
             raise ValueError(f"{self.name} cannot go on: it {error}; {remedy}") from error
         control = self._outlines.control_of(pieces)

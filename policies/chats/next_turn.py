@@ -13,6 +13,7 @@ from itertools import takewhile
 
 from policies.chats.rendering import (
     CALL_ID,
+    Marker,
     Message,
     Outlines,
     Piece,
@@ -21,6 +22,10 @@ from policies.chats.rendering import (
     fill,
     make_call,
 )
+
+
+class LostTurn(ValueError):
+    """What a template does with a chat that goes on, where its next turn cannot be found."""
 
 
 @dataclass(frozen=True)
@@ -64,49 +69,55 @@ class StandIn:
                 chat[i] |= {"tool_calls": calls} if calls else {}
         blank = outlines.blank(chat)
         last = blank[len(messages) - 1]
-        return cls(blank, len(messages), anchor if last.get("tool_calls") else last["content"])
+        anchor = anchor if last.get("tool_calls") else last["content"]
+        return cls(blank, len(messages), anchor)
 
     def find_gap(self, outlines: Outlines) -> Gap:
-        """Return the gap; ValueError if the template drops the turn or a new message."""
+        """Return the gap; LostTurn if the template drops the turn or a new message."""
+        before, after = self._texts_after_turn(outlines)
+        contents = [message["content"] for message in self.chat]
+        called = bool(self.chat[self.size - 1].get("tool_calls"))  # their markup is in the text
+        markers = outlines.control_markers(after)
+        same = count_same(before.rstrip(), after)
+        same = next((m.start for m in markers if m.start < same < m.stop), same)
+        closing = closing_markers(after[:same], markers)
+        if closing:
+            start = closing[-1].start if called else 0
+            return Gap(after, start, {m.token: m.stop for m in closing}, contents)
+        # The next role's token ends the turn (GLM), or a chat's last turn ends otherwise (gpt-oss)
+        start = same if called else 0
+        opening = next((m for m in markers if m.stop > same), None)
+        if opening is None:
+            return Gap(after, start, {}, contents)
+        others = [m.token for m in outlines.control_markers(before) if m.stop > same]
+        return Gap(after, start, dict.fromkeys([opening.token, *others], opening.stop), contents)
+
+    def _texts_after_turn(self, outlines: Outlines) -> tuple[str, str]:
+        """Return the text after the last turn of a chat, and that in the chat that goes on."""
         alone = outlines.text(self.chat[: self.size], False)[0]
         before, after = self._after(alone), self._after(outlines.text(self.chat, True)[0])
         if before is None or after is None:
-            raise ValueError(f"drops turn {self.size} (assistant) when the chat goes on")
+            raise LostTurn(f"drops message {self.size - 1} (assistant) when the chat goes on")
         for i, message in enumerate(self.chat[self.size :], self.size):
             if message["content"].lower() not in after.lower():
-                raise ValueError(f"drops message {i} ({message['role']})")
-        closings, following = outlines.control_spans(before), outlines.control_spans(after)
-        same = count_same(before.rstrip(), after)
-        same = next((start for _, (start, stop) in following if start < same < stop), same)
-        contents = [message["content"] for message in self.chat]
-        called = bool(self.chat[self.size - 1].get("tool_calls"))  # their markup is in the text
-        closing = []
-        for token, span in reversed([pair for pair in following if pair[1][1] <= same]):
-            if after[span[1] : closing[-1][1][0] if closing else same].strip():
-                break
-            closing.append((token, span))
-        if closing:
-            start = closing[0][1][0] if called else 0
-            return Gap(after, start, {i: span[1] for i, span in reversed(closing)}, contents)
-        # The next role's token ends the turn (GLM), or a chat's last turn ends otherwise (gpt-oss)
-        start = same if called else 0
-        opening = next((pair for pair in following if pair[1][1] > same), None)
-        if opening is None:
-            return Gap(after, start, {}, contents)
-        tokens = [opening[0], *(i for i, span in closings if span[1] > same)]
-        return Gap(after, start, dict.fromkeys(tokens, opening[1][1]), contents)
+                raise LostTurn(f"drops message {i} ({message['role']})")
+        return before, after
 
     def fill(
-        self, outlines: Outlines, gap: Gap, new: Sequence[Message], start: int
+        self, outlines: Outlines, gap: Gap, chat: Sequence[Message], start: int
     ) -> tuple[list[Piece], list[str] | None, str]:
-        """Return the gap from `start` on with the contents of `new`: pieces, texts, full text.
+        """Return the gap from `start` on with the contents of `chat`: pieces, texts, full text.
 
-        The texts are None where the template changes contents.
+        Contents of earlier messages may stand there: Mistral writes the system prompt before the
+        last message of the user. The texts are None where the template changes contents.
         """
-        chat = [*self.chat[: self.size], *new]
+        pairs = zip(self.chat, chat, strict=True)
+        chat = [blank if m["role"] == "assistant" else m for blank, m in pairs]
         text = self._after(outlines.text(chat, True)[0]) or ""
         if text[:start] != gap.text[:start]:
-            raise ValueError(f"ends turn {self.size} otherwise for other messages after it")
+            raise LostTurn(f"ends message {self.size - 1} otherwise for other messages after it")
+        if outlines.nonce in text.lower():  # a placeholder of the stand-in
+            raise LostTurn("writes a turn of the assistant again in a later one")
         pieces = cut(gap.text[start:], gap.contents, [])
         return pieces, fill(pieces, chat, text[start:]), text[start:]
 
@@ -114,6 +125,17 @@ class StandIn:
         """Return the text after the last anchor, which a template may write in capitals."""
         places = [match.end() for match in re.finditer(self.anchor, text, re.IGNORECASE)]
         return text[places[-1] :] if places else None
+
+
+def closing_markers(text: str, markers: Sequence[Marker]) -> list[Marker]:
+    """Return the markers at the end of a text, with nothing but white space between them."""
+    closing, end = list[Marker](), len(text)
+    for marker in reversed([m for m in markers if m.stop <= len(text)]):
+        if text[marker.stop : end].strip():
+            break
+        closing.insert(0, marker)
+        end = marker.start
+    return closing
 
 
 def _calls(results: Sequence[Message], anchor: str) -> list[Message]:

@@ -54,6 +54,15 @@ class Outline:
     fault: str = ""  # why the assistant mask does not fit training data
 
 
+@dataclass(frozen=True)
+class Marker:
+    """A control token in a text, at [start, stop) in characters."""
+
+    token: int
+    start: int
+    stop: int
+
+
 class Encoder:
     """Encode text as the tokenizer does, or with control tokens as plain text.
 
@@ -318,7 +327,7 @@ class Outlines:
         self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
         self._variables, self._encoder = dict(variables), encoder
         self.dated = "strftime_now" in self.template
-        self._nonce = secrets.token_hex(16)
+        self.nonce = secrets.token_hex(16)
         self._known: dict[str, Outline] = {}
         encoder.control |= self.find_markers()
 
@@ -330,8 +339,8 @@ class Outlines:
         try:
             return render_template(messages, self.template, self._variables, **options)
         except ValueError as error:
-            remedy = f"change policy.system_prompt, or {self.remedy}"
-            raise ValueError(f"{self.label} {error}; {remedy}") from error
+            first = "change policy.system_prompt, or " if messages[0]["role"] == "system" else ""
+            raise ValueError(f"{self.label} {error}; {first}{self.remedy}") from error
 
     def of(self, messages: Sequence[Message], prompt: bool, last_turn: bool = False) -> Outline:
         """Return the outline of a chat, shared by chats that differ in contents only.
@@ -361,7 +370,7 @@ class Outlines:
 
     def placeholder(self, name: str) -> str:
         """Return an unguessable word."""
-        return f"x{self._nonce}x{name}x"
+        return f"x{self.nonce}x{name}x"
 
     def _make(self, blank: Sequence[Message], prompt: bool, last_turn: bool) -> Outline:
         text, tags = self.text(blank, prompt)
@@ -433,8 +442,7 @@ class Outlines:
             chat[1] |= more
             blank = self.blank(chat)
             alone, longer = (self.text(blank[:n], False)[0].rstrip() for n in (2, 3))
-            start = alone.rfind(self.text(blank[:1], True)[0]) + 1
-            if not longer.startswith(alone[: self._find_end(blank[:2], alone, start)]):
+            if not longer.startswith(alone[: self._find_end(blank[:2], alone, 0)]):
                 return True
         return False
 
@@ -483,7 +491,7 @@ class Outlines:
     @cached_property
     def writes(self) -> dict[str, bool]:
         """Return for each key of `WRITTEN` whether the template writes its value."""
-        name = f"x{self._nonce}x"
+        name = f"x{self.nonce}x"
         values = dict[str, Any].fromkeys(WRITTEN, name)
         call = make_call(name, "{}" if self._takes_text else {})
         values |= {"tools": [make_schema(name)], "tool_calls": [call]}
@@ -492,7 +500,7 @@ class Outlines:
     @cached_property
     def _takes_text(self) -> bool:
         """Return whether the template takes arguments as text: it fails on a dict, or prints it."""
-        name = f"x{self._nonce}x"
+        name = f"x{self.nonce}x"
         text = self._try("tool_calls", [make_call("f", {name: 1})])
         return name not in text or f"{{'{name}'" in text
 
@@ -525,7 +533,8 @@ class Outlines:
             ]
             if markers:
                 raise ValueError(
-                    f"{other[slice(*markers[0])]!r} outside of the content of message {i}"
+                    f"message {i}: expected control tokens in contents alone, where they are text, "
+                    f"got {other[slice(*markers[0])]!r} in another key; remove it from the row"
                 )
 
     @cached_property
@@ -535,10 +544,10 @@ class Outlines:
             return "set policy.chat_template=chatml"
         return "set policy.chat_template=<another template of this model>"
 
-    def control_spans(self, text: str) -> list[tuple[int, Span]]:
-        """Return the control tokens of a text with their spans, in order."""
+    def control_markers(self, text: str) -> list[Marker]:
+        """Return the control tokens of a text with their places, in order."""
         pairs = zip(*self._encoder.encode(text), strict=True)
-        return [(i, span) for i, span in pairs if i in self._encoder.control]
+        return [Marker(i, *span) for i, span in pairs if i in self._encoder.control]
 
     def control_of(self, pieces: Sequence[Piece]) -> list[int]:
         """Return the control tokens of the template's own text, in order."""

@@ -156,6 +156,11 @@ class GenerateKwargs:
                 f"{self.max_new_tokens} exceed the {most} positions of the model ({POSITIONS})"
             )
 
+    def room(self, most: int | None) -> float:
+        """Return the most tokens of a prompt, of a model with `most` positions; inf = any."""
+        positions = torch.inf if most is None else most - self.max_new_tokens
+        return min(self.max_prompt_tokens or torch.inf, positions)
+
     def check_lengths(self, attention: Tensor, most: int | None) -> None:
         """Raise if a prompt exceeds max_prompt_tokens, or `most` positions with its reply.
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policies.decoding import rows_that_fit
 from policies.sampler import Sampled, sample
 from policies.scorer import Scorer
 from policies.wrappers.generate_kwargs import follow
@@ -61,19 +62,28 @@ class TransformersWrapper(LLMWrapperBase):
                     **self.limits.objects,
                 )
             else:
-                sampled = sample(
-                    self.model,
-                    prompts,
-                    attention,
-                    streams=streams,
-                    stop=self.stop,
-                    max_new_tokens=self.max_new_tokens,
-                    temperature=self.temperature,
-                    filters=self.limits.filters,
-                    max_rows=self.limits.max_rows,
-                )
+                sampled = self._sample(prompts, attention, streams)
         self.scorer.train(training)
         return sampled
+
+    def _sample(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
+        """Sample policy.max_rows replies at a time; by default all, on a GPU as many as fit."""
+        longest, total = prompts.shape[1] + self.max_new_tokens, len(prompts)
+        size = self.limits.max_rows or rows_that_fit(self.model, longest, prompts.device) or total
+        parts = [
+            sample(
+                self.model,
+                prompts[first : first + size],
+                attention[first : first + size],
+                streams=streams[first : first + size],
+                stop=self.stop,
+                max_new_tokens=self.max_new_tokens,
+                temperature=self.temperature,
+                filters=self.limits.filters,
+            )
+            for first in range(0, total, size)
+        ]
+        return parts[0] if len(parts) == 1 else Sampled.of_parts(parts)
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
         return self.scorer.logits(tokens, attention, **self._packing())

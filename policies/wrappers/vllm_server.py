@@ -190,15 +190,21 @@ class VLLMServer(VLLMEngine):
         return fields
 
     def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[Reply]:
-        asked = [self.pool.submit(self._one, pair) for pair in zip(rows, params, strict=True)]
-        waiting = set(asked)
-        while waiting:  # a request waits in the server's queue for any time
-            done, waiting = wait(waiting, HEALTH_EVERY, return_when=FIRST_EXCEPTION)
-            for request in done:
-                request.result()  # raises its error
-            if waiting:
-                self._ask("/health", method="GET")
-        return [request.result() for request in asked]
+        requests = [self.pool.submit(self._one, pair) for pair in zip(rows, params, strict=True)]
+        waiting = set(requests)
+        try:
+            while waiting:  # a request waits in the server's queue for any time
+                done, waiting = wait(waiting, HEALTH_EVERY, return_when=FIRST_EXCEPTION)
+                for request in done:
+                    request.result()  # raises its error
+                if waiting:
+                    self._ask("/health", method="GET")
+        except BaseException:  # the threads are joined at the end of the process
+            for request in waiting:
+                request.cancel()
+            self.server.client.close()
+            raise
+        return [request.result() for request in requests]
 
     def _one(self, request: tuple[Tensor, dict[str, Any]]) -> Reply:
         row, params = request

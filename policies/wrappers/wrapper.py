@@ -160,6 +160,11 @@ class LLMWrapperBase(TensorDictModuleBase):
         self.model, self.scorer = model, None
 
     @property
+    def room(self) -> float:
+        """Return the most tokens of a prompt; inf = any."""
+        return self.limits.room(self.max_positions)
+
+    @property
     def device(self) -> torch.device:
         """Return the device of the weights."""
         weights = self.model.parameters() if isinstance(self.model, nn.Module) else iter(())

@@ -56,6 +56,7 @@ TITLES = {
 }
 LABELS = {REWARD: "reward", ACCURACY: "accuracy", EVAL_REWARD: "held-out reward"}
 HUE = "var(--hue3)"  # of the optimal frontier
+PARTS = "needed", "misallocated", "in_right", "in_wrong"  # of the KL
 
 
 def draw_sweep(
@@ -270,8 +271,32 @@ def caption(run: Run, frontier: Frontier) -> str:
     got, (_, _, kl) = efficiency(run, frontier), held_out(run, frontier.metric)[-1]
     why = "it lies beyond the end of the line" if kl > MIN_KL else "its KL is about 0"
     text = f"The run has no KL efficiency, because {why}."
-    text = text if got is None else f"KL efficiency {got:.2f}; on the line it is 1."
-    return f"{text} {frontier.about()}"
+    text = (
+        text if got is None else f"KL efficiency {got:.2f}{_error(run, '')}; on the line it is 1."
+    )
+    if (trained := run.last("kl/efficiency_train")) is not None:
+        text += f" On training prompts it is {trained:.2f}{_error(run, '_train')}."
+    return f"{text} {split_caption(run)}{frontier.about()}"
+
+
+def _error(run: Run, suffix: str) -> str:
+    """Return the standard error of an efficiency, "" if a run logs none."""
+    error = run.last(f"kl/efficiency_error{suffix}")
+    return "" if error is None else f" (standard error {error:.2f})"
+
+
+def split_caption(run: Run) -> str:
+    """Return what the KL of the last evaluation with a split changed (kl_split.py), "" without."""
+    parts = {name: run.last(f"kl/{name}") for name in PARTS}
+    if None in parts.values():
+        return ""
+    total = sum(parts.values())
+    of = {name: f"{value / total:.0%}" for name, value in parts.items()}
+    return (
+        f"{of['in_wrong']} of the KL changed wrong responses into other wrong ones and "
+        f"{of['in_right']} right ones into other right ones: style, not accuracy. The accuracy "
+        f"needed {of['needed']}; {of['misallocated']} were misallocated between prompts. "
+    )
 
 
 def sample_frontier(folder: Path, samples: int) -> None:

@@ -189,6 +189,7 @@ def _job(run: Run, name: str) -> Job:
         EVAL_REWARD: trained(EVAL_REWARD),
         EVAL_KL: trained(EVAL_KL),
         EFFICIENCY: efficiency(run, frontier) if frontier else None,
+        **{name: trained(name) for name in (f"{EFFICIENCY}_error", f"{EFFICIENCY}_train")},
         "kl/coeff": run.last("kl/coeff"),
         "progress/iteration": int(run.metrics[-1]["progress/iteration"]) if run.metrics else 0,
         "iterations_averaged": len(run.last_ten(KL) or run.last_ten("reward/mean")),

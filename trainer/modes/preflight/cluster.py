@@ -37,7 +37,7 @@ from trainer.modes.preflight.costs import FULL, gib
 from trainer.modes.preflight.ledger import Ledger, by_shapes, rank_of
 from trainer.modes.preflight.profile import Findings
 from trainer.runtime import Runtime
-from trainer.shards import check_shards, make_mesh, shard_all
+from trainer.shards import make_mesh, shard_all
 
 NODE = 8  # GPUs of a node, at most
 FAR = 16  # times the micro-batch: the peak is a maximum of lines, so nearer sizes may miss one
@@ -227,8 +227,8 @@ def inside(scorer: Any, call: Callable[[], Any]) -> Any:
 def measure(parts: Any, settings: dict[str, Any]) -> Figures:
     """Return the figures of rank 0; nothing is loaded, sent or computed."""
     launch, tokens = settings["launch"], tokens_of(settings)
+    ranks = launch["num_processes"]
     rows = max(settings["trainer"]["micro_batch_tokens"] // tokens, 1)
-    check_shards(ranks := launch["num_processes"], launch["shards"])
     with rank_of(ranks), ExitStack() as stack:
         sharded = launch["strategy"] == "fsdp2" and ranks > 1
         mesh = make_mesh("cpu", ranks, launch["shards"]) if sharded else None

@@ -81,11 +81,13 @@ def check_time(
     training = first.seconds + (total - 1) * second.seconds
     parts = {"start": findings.start, f"{total} iterations": training}
     if loop.evaluate.plans:
-        few = copy(loop.evaluate)
+        few, beside = copy(loop.evaluate), loop.evaluate.beside
+        few.beside = None
         few.rows = few.rows[: few.prompts_per_batch * loop.runtime.ranks]
         start, times = time.perf_counter(), 1 + sum(few.due(i, total) for i in range(1, total + 1))
         few(0)
-        one = (time.perf_counter() - start) * len(loop.evaluate.rows) / max(len(few.rows), 1)
+        count = len(loop.evaluate.rows) + (len(beside.rows) if beside else 0)
+        one = (time.perf_counter() - start) * count / max(len(few.rows), 1)
         parts[f"{times} evaluations of {one:.2f} s"] = times * one
     for name, seconds in parts.items():
         findings.say(f"{name}: {duration(seconds)}")
