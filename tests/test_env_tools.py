@@ -286,7 +286,8 @@ def test_a_call_earns_nothing_and_takes_the_place_of_the_tasks_message():
     roles = [[m["role"] for m in chat[2:]] for chat in td["history"].prompt.chats()]
     assert roles == [["tool"], ["tool"], ["user"]]
     assert not td["done"].any()
-    assert td["reward"][0].item() == 0
+    assert td["reward"].flatten().tolist() == [0, 0, 1]
+    assert td["success"].flatten().tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize(
