@@ -89,7 +89,9 @@ class OnlyOne(Pairs):
 
 def make_models(folder: Path, kinds: Sequence[str] = KINDS) -> None:
     """Write models by which tokens differ and replies end now and then."""
-    save_model(make_policy(), folder / "tiny")
+    policy = make_policy()
+    save_model(policy, folder / "tiny")
+    save_model(invariance.scaled(policy, 0.9), folder / "teacher")
     for kind in kinds:
         make_checkpoint(folder / kind, kind)
 
@@ -101,6 +103,7 @@ def compose(name: str, model: Path, *, ranks: int, launch: str = "fsdp2") -> dic
     words += (*WORDS[algorithm], *SMALL, f"launch={launch}", f"launch.num_processes={ranks}")
     words += ("eval.max_rows=1",) if algorithm in SILENT else (*REPLIES, "eval.max_rows=3")
     words += ("eval.num_samples=0",) if algorithm == "reward" else ()  # it does not reply
+    words += (f"kl.reference={model / 'teacher'}",) if algorithm == "distil" else ()
     words += STEPS if algorithm in MANY_STEPS and "one step" not in name else ()
     kind = name.rpartition(", ")[2]
     words += [f"policy.model={model / (kind if kind in KINDS else 'tiny')}"]
