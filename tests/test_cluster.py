@@ -98,6 +98,7 @@ def test_peaks_are_those_of_real_tensors(folder, more):
     assert found.sent == ({"all-reduce": buckets} if more else {})
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     "words",
     [
