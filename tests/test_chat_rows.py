@@ -25,6 +25,12 @@ TEMPLATES = {
     "dict": TOOLED.replace("ARGUMENTS", "call.function.arguments | tojson"),
     "text": TOOLED.replace("ARGUMENTS", "call.function.arguments + ''"),
     "chatml": "chatml",
+    "opens": (  # its generation prompt is longer than the start of a turn in a chat
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}"
+        "{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    ),
 }
 SCHEMA = {"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}
 SYSTEM, ASK = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "w 0?"}
@@ -47,12 +53,12 @@ def write(path, *rows):
     return str(path)
 
 
-def learn(tmp_path, template, *rows):
+def learn(tmp_path, template, *rows, mask="assistant"):
     """Return ids and learnt text of the first row, as an SFT run makes them."""
     path, policy = write(tmp_path / "d.jsonl", *rows), policy_of(template)
     task = Chats(path, eval_dataset=path)
     parts = {"task": task, "env": ChatEnv(task), "policy": policy, "runtime": one_process()}
-    source = Demonstrations(**parts, prompts_per_iteration=1)
+    source = Demonstrations(**parts, prompts_per_iteration=1, mask=mask)
     source.rows = source.rows[:1]
     batch = source(0)
     ids, mask = batch["tokens", "full"][0], batch["loss_mask"][0]
@@ -100,6 +106,22 @@ def test_what_is_learnt_of_a_row(tmp_path, row, said):
     chat = [*chat, SAY] if chat == [ASK] else chat
     tokenizer = policy_of("dict").tokenizer
     assert ids == tokenizer.apply_chat_template(chat, return_dict=False)
+
+
+@pytest.mark.parametrize("template", ["chatml", "opens"])
+@pytest.mark.parametrize(
+    ("first", "last", "mask", "said"),
+    [
+        (WRONG, SAY, "assistant", END),
+        (SAY, WRONG, "assistant", END),
+        (WRONG | {"weight": 1}, SAY, "prompt", END),
+        (WRONG | {"weight": 1}, SAY, "assistant", "5<|im_end|>" + END),
+        (SAY, SAY, "prompt", END),
+    ],
+)
+def test_each_wanted_turn_is_learnt_as_a_whole(tmp_path, template, first, last, mask, said):
+    row = {"messages": [SYSTEM, ASK, first, ASK, last]}
+    assert learn(tmp_path, template, row, mask=mask)[1] == said
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,9 @@ FORMATS = yaml.safe_load(Path(__file__).with_name("tool_formats.yaml").read_text
 WITH_THOUGHTS = ("hermes", "qwen_xml", "glm", "deepseek")
 
 
+AT_ONCE = {"now": 0, "most": 0}  # calls of `add`
+
+
 async def add(a: int, text: str, sign: Literal["+", "-"] = "+") -> str:
     """Add to a text.
 
@@ -37,7 +40,10 @@ async def add(a: int, text: str, sign: Literal["+", "-"] = "+") -> str:
         text: The text.
         sign: What stands between them.
     """
+    AT_ONCE["now"] += 1
+    AT_ONCE["most"] = max(AT_ONCE.values())
     await asyncio.sleep(0.2)
+    AT_ONCE["now"] -= 1
     return text + sign + str(a)
 
 
@@ -207,9 +213,9 @@ def results(td: TensorDict) -> list[list[str]]:
 def test_results_are_messages_in_order_and_async_functions_run_together():
     env = make_env()
     both = call("count", '{"step": 2}') + call("add", '{"a": 1, "text": "x"}')
-    begun = time.perf_counter()
+    AT_ONCE["most"] = 0
     td = step(env, both + call("count", '{"step": 5, "name": "me"}'), "It is 42.", both * 2)
-    assert time.perf_counter() - begun < 0.5, "three calls of 0.2 s each, together"
+    assert AT_ONCE == {"now": 0, "most": 3}
     chats = td["history"].prompt.chats()
     assert chats[0][0]["tools"] == env.base_env.tools
     assert [m["role"] for m in chats[1]] == ["user", "assistant"]
@@ -219,7 +225,8 @@ def test_results_are_messages_in_order_and_async_functions_run_together():
     assert results(td)[0] == ['{"seen": 2, "name": ""}', "x+1", '{"seen": 7, "name": "me"}']
     assert results(td)[2] == ['{"seen": 9, "name": ""}', "x+1", '{"seen": 11, "name": ""}', "x+1"]
     assert td["logged", "tools/calls"].tolist() == [3, 0, 4]
-    assert td["logged", "tools/seconds"].tolist() == pytest.approx([0.22, 0, 0.42], abs=0.1)
+    first, none, third = td["logged", "tools/seconds"].tolist()
+    assert (first > 0.2, none == 0, third > 0.4) == (True, True, True)
     assert not td["logged", "tools/failures"].any()
     check_env_specs(make_env())
 
@@ -265,12 +272,16 @@ def test_calls_of_a_turn_have_a_limit():
     assert td["logged", "tools/failures"].item() == 3
 
 
-def test_a_template_of_one_call_a_turn_gets_one_result():
-    text = CHAT % (
+@pytest.mark.parametrize(
+    "writes",
+    [
         FORMATS["hermes"]["writes"] + "{% if loop.index > 1 %}{{ 1 / 0 }}{% endif %}",
-        "",
-    )
-    one = Renderer(load_tokenizer(find_model("tiny")), text)
+        "{% if loop.first %}" + FORMATS["hermes"]["writes"] + "{% endif %}",
+    ],
+    ids=["refuses the second", "does not write the second"],
+)
+def test_a_template_of_one_call_a_turn_gets_one_result(writes):
+    one = Renderer(load_tokenizer(find_model("tiny")), CHAT % (writes, ""))
     tool = TypedTool.of("count", Counter())
     env = ChatEnv(tools=[tool.schema]).append_transform(CallTools({"count": tool}, one))
     td = step(env, call("count", '{"step": 1}') * 3)
@@ -286,7 +297,8 @@ def test_a_call_earns_nothing_and_takes_the_place_of_the_tasks_message():
     roles = [[m["role"] for m in chat[2:]] for chat in td["history"].prompt.chats()]
     assert roles == [["tool"], ["tool"], ["user"]]
     assert not td["done"].any()
-    assert td["reward"][0].item() == 0
+    assert td["reward"].flatten().tolist() == [0, 0, 1]
+    assert td["success"].flatten().tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from letters import letters
 from tokenizers import AddedToken
 
 from envs.tasks.task import assistant, user
+from envs.tools.reading import CallReader, formats
 from policies.chats.chat_template import Renderer
 
 pytestmark = pytest.mark.peers
@@ -41,6 +42,19 @@ PARTS = re.compile("idefics3|smolvlm|llava_next")
 # The generation prompt opens a thought that the template does not write for a reply without one.
 OPENED = re.compile("(deepseek_r1_distill|deepseekv3|nemotron_3_(nano|super|ultra|5_lightning))$")
 NO_END = {"glm4moe"}  # a run says that no end of turn is learnt
+# Formats of calls by the start of a template's name, and whether it writes one call at most.
+CALLS = {
+    "qwen3_5": ("qwen_xml", False),
+    "qwen3_6": ("qwen_xml", False),
+    "qwen3_8": ("qwen_xml", False),
+    "nemotron_3": ("qwen_xml", False),
+    "qwen2_5": ("hermes", False),
+    "qwen3": ("hermes", False),
+    "glm4moe": ("glm", False),
+    "gptoss": ("gpt_oss", True),
+    "llama3_1": ("llama", True),
+    "llama3_2": ("llama", True),
+}
 SYSTEM = {"role": "system", "content": "Be brief."}
 CHAT = [user("What is 3 + 4?"), assistant("It is 7."), user("And 5?"), assistant("It is 12.")]
 THOUGHT = "<think>\nI add.\n</think>\n\nIt is 7."
@@ -84,6 +98,21 @@ def test_prompts_masks_and_two_turns_of_a_template(path: Path) -> None:
     opening = renderer.tokenizer.decode(prompt).rpartition(CHAT[0]["content"])[2]
     assert added.count(CHAT[2]["content"]) == 1
     assert added.endswith(opening)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.jinja")), ids=lambda path: path.stem)
+def test_the_calls_of_a_template_are_read_or_refused(path: Path) -> None:
+    if PARTS.match(path.stem):
+        return
+    renderer = renderer_of(path)
+    found = next((what for name, what in CALLS.items() if path.stem.startswith(name)), None)
+    if found is None or "qwen2_5_vl" in path.stem:
+        with pytest.raises(ValueError, match=r"writes no (tools|calls)|cannot read the calls"):
+            CallReader(renderer)
+        return
+    reader = CallReader(renderer)
+    assert reader.template is formats()[found[0]]
+    assert reader.single == found[1]
 
 
 def _check_masks(name: str, renderer: Renderer) -> None:

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from envs.chat_env import ChatEnv
 from envs.data import LazyRows
-from envs.tasks.task import Row, Task, naming
+from envs.tasks.task import Message, Row, Task, naming
+from policies.chats.chat_template import Rendered
 from policies.chats.containers import Masks, Tokens
+from policies.chats.rendering import OUTSIDE
 from policies.load import load_reference
 from policies.padding import pad, pad_mask
 from policies.protocols import Policy
@@ -60,16 +62,27 @@ class Demonstrations:
         added = len(messages) - len(row["messages"])  # a system prompt
         with naming(row):
             done = render(messages, require_assistant=True, last_turn="last_turn" in row)
-        ids, assistant = torch.tensor(done.ids), torch.tensor(done.assistant)
-        learnt = assistant.clone()
+            ids, assistant = torch.tensor(done.ids), torch.tensor(done.assistant)  # [T] each
+            if "last_turn" in row:
+                return ids, assistant, assistant
+            unlearnt = {place + added for place in row.get("unlearnt", ())}
+            return ids, assistant, self._learnt(messages, done, unlearnt)
+
+    def _learnt(self, messages: Sequence[Message], done: Rendered, unlearnt: set[int]) -> Tensor:
+        """Return which tokens the loss is over, [T]."""
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = [i for i in places if i not in unlearnt]
         if self.prompt_masked:
-            learnt[: len(render(messages[:-1], add_generation_prompt=True).ids)] = False
-        for place in row.get("unlearnt", ()):
-            end = len(render(messages[: place + added + 1]).ids)
-            before = messages[: place + added]
-            start = len(render(before, add_generation_prompt=True).ids) if before else 0
-            learnt[start:end] = False
-        return ids, assistant, learnt
+            wanted = [i for i in wanted if i == places[-1]]
+        # A template may mark one more token at the chat's end (Phi-3): part of the last turn.
+        turn = torch.tensor(done.turns).clamp(max=len(places) - 1)  # [T]
+        found = len(set(turn.tolist()) - {OUTSIDE})
+        if wanted != places and found < len(places):
+            raise ValueError(
+                f"expected {len(places)} assistant turns in the mask of "
+                f"{self.policy.renderer.name}, to learn some of them, got {found}"
+            )
+        return torch.isin(turn, torch.tensor([places.index(i) for i in wanted]))  # [T]
 
 
 def rows_by_turn(rows: Sequence[Row], *, last_only: bool = False) -> Sequence[Row]:

@@ -1,8 +1,8 @@
-"""Execute the tool calls of responses, in the format of the model's chat template.
+"""Execute the tool calls of responses. Each result is a message of role "tool".
 
-Each call is answered by a message of role "tool" with the tool's name and the id of the call. What
-goes wrong (an unknown tool, wrong arguments, an error, a time-out, a call that cannot be read) is
-an answer too: the policy reads it, and the chat goes on.
+The message has the tool's name and the id of the call. What goes wrong (an unknown tool, wrong
+arguments, an error, a time-out, a call that cannot be read) is a result too: the policy reads it,
+and the chat goes on.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class Outcome:
 
 
 class CallTools(ToolTransformBase):
-    """Answer the calls of a response by `tools`, at most `max_calls` a turn.
+    """Execute the calls of a response by `tools`, at most `max_calls` a turn.
 
     Plain functions run in a thread, one call after the other, chat by chat; an object with
     `at_once` runs that many calls together, and so does an async function. A call ends after
@@ -78,22 +78,22 @@ class CallTools(ToolTransformBase):
         most = 1 if self.read.single else None  # a template of one call takes one result
         calls = {row: self.read(text, schemas)[:most] for row, text in contents.items()}
         outcomes = iter(finished(self._play(list(calls.values()))))
-        return {row: self._answers(row, turn, outcomes) for row, turn in calls.items()}
+        return {row: self._results(row, turn, outcomes) for row, turn in calls.items()}
 
-    def _answers(
+    def _results(
         self, row: int, calls: list[Call], outcomes: Iterator[Outcome]
     ) -> list[dict[str, Any]]:
         """Return the messages of a chat's calls, and count them."""
         first = sum(message["role"] == self.tool_role for message in self.chats[row])
-        answers = []
+        results = []
         for number, call in enumerate(calls, first):
             done = next(outcomes)
             self._numbers[row] += torch.tensor([1.0, float(done.failed), done.seconds])
             # A template's markup in a name or an id would end the run.
             known = call.id if re.fullmatch("[a-zA-Z0-9]{9}", call.id) else f"call{number:05}"
             name = call.name if call.name in self.tools else "unknown"
-            answers.append({"content": done.text, "name": name, "tool_call_id": known})
-        return answers
+            results.append({"content": done.text, "name": name, "tool_call_id": known})
+        return results
 
     async def _play(self, turns: list[list[Call]]) -> list[Outcome]:
         """Return the outcomes of the calls of several chats, in their order."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ ERRORS = (
     RecursionError,
     TimeoutError,
 )  # of responses that are not well formed
+REMEDY = "set policy.chat_template=<a template that does>"
 ARGUMENTS = {"text": 'say "7"\nor so', "number": 7}
 SCHEMA = {
     "type": "function",
@@ -56,8 +57,9 @@ class Call:
 class CallReader:
     """Read the calls of responses by the chat template of a renderer.
 
-    `single` is True if the template refuses two calls of one response, and so their results.
-    ValueError if the template writes no tools, or writes calls that no response template reads.
+    `template` is the response template. `single` is True if the chat template writes one call of a
+    response at most, and so one result. ValueError if it writes no tools, or calls that no response
+    template reads.
     """
 
     def __init__(self, renderer: Renderer) -> None:
@@ -65,32 +67,32 @@ class CallReader:
         question = {"role": "user", "content": "Go.", "tools": [SCHEMA]}
         before = renderer.text([question])
         if SCHEMA["function"]["name"] not in before:
-            raise ValueError(
-                f"env.tools: {renderer.name} writes no tools; set policy.chat_template=<a template "
-                "that does>"
-            )
+            raise ValueError(f"env.tools: {renderer.name} writes no tools; {REMEDY}")
         prompt = renderer.text([question], add_generation_prompt=True)
         self._start = prompt.removeprefix(before)  # the generation prompt; it may open thoughts
-        written = {}
-        for count in (2, 1):
-            with suppress(ValueError):  # templates of one call per response
-                written[count] = (
-                    renderer.text([question, _called(count)]).removeprefix(before).rstrip()
-                )
-        for end in map(renderer.tokenizer.decode, renderer.stop_ids):
-            written = {count: text.removesuffix(end) for count, text in written.items()}
-        if not written:
-            renderer.text([question, _called(1)])  # raises the template's own error
-        self.single = 2 not in written
+        ends = [renderer.tokenizer.decode(end) for end in renderer.stop_ids]
+
+        def written(count: int) -> str:
+            text = renderer.text([question, _called(count)]).removeprefix(before).rstrip()
+            return reduce(str.removesuffix, ends, text)
+
+        one = written(1)
+        if SCHEMA["function"]["name"] not in one:
+            raise ValueError(f"env.tools: {renderer.name} writes no calls; {REMEDY}")
         templates = [getattr(renderer.tokenizer, "response_template", None), *formats().values()]
-        for self._template in filter(None, templates):
-            if any(self._reads_back(*each) for each in written.items()):
-                return
-        raise ValueError(
-            f"env.tools: leash cannot read the calls that {renderer.name} writes, "
-            f"{written[1]!r:.200}; set policy.chat_template=<a template with calls of "
-            f"{', '.join(formats())}>, or response_template in tokenizer_config.json"
-        )
+        for template in filter(None, templates):
+            self.template = template
+            if self._reads_back(1, one):
+                break
+        else:
+            raise ValueError(
+                f"env.tools: leash cannot read the calls that {renderer.name} writes, "
+                f"{one!r:.200}; set policy.chat_template=<a template with calls of "
+                f"{', '.join(formats())}>, or response_template in tokenizer_config.json"
+            )
+        self.single = True
+        with suppress(ValueError):  # templates of one call per response
+            self.single = not self._reads_back(2, written(2))
 
     def _reads_back(self, count: int, text: str) -> bool:
         """Return whether the response template reads `count` made-up calls in their text."""
@@ -108,7 +110,7 @@ class CallReader:
         try:
             with bounded():  # some patterns take the square of a response's length
                 message = self._renderer.tokenizer.parse_response(
-                    response, self._template, prefix=start, tools=list(tools)
+                    response, self.template, prefix=start, tools=list(tools)
                 )
         except ERRORS as error:
             return [Call(fault=f"{type(error).__name__}: {error}")]

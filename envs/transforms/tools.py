@@ -139,12 +139,11 @@ class ToolTransformBase(Transform):
         called = {i: texts for i, texts in results.items() if texts}
         new = {i: [self._message(text) for text in texts] for i, texts in called.items()}
         change_chats(next_td, {i: lambda _, i=i: [*chats[i], *new[i]] for i in new})
-        reopened = torch.zeros(len(chats), dtype=torch.bool)
-        reopened[list(called)] = True
+        goes_on = torch.zeros(len(chats), dtype=torch.bool)  # [B]
+        goes_on[list(called)] = True
         if "done" in next_td:
-            reopened &= next_td.get("done").reshape(-1).cpu()
-            _clear(next_td, self.parent.full_reward_spec.keys(True, True), reopened)
-            _clear(next_td, ["done", "terminated"], reopened)
+            _clear(next_td, self.parent.full_reward_spec.keys(True, True), goes_on)
+            _clear(next_td, ["done", "terminated"], goes_on)
         return next_td
 
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:

@@ -25,6 +25,7 @@ from typing import Any
 from policies.chats.next_turn import Gap, LostTurn, StandIn
 from policies.chats.rendering import (
     CACHE_SIZE,
+    OUTSIDE,
     Encoder,
     Message,
     Outlines,
@@ -32,7 +33,7 @@ from policies.chats.rendering import (
     check_messages,
     close_turn,
     fill,
-    mark,
+    turns_of,
 )
 from policies.chats.templates import find_template
 
@@ -41,10 +42,15 @@ _REWRITTEN = "rewrites contents, and this chat's contents hold the text of contr
 
 @dataclass(frozen=True)
 class Rendered:
-    """The ids of a chat and the assistant mask, one bool per id."""
+    """The ids of a chat, and for each id its assistant turn, from 0; OUTSIDE if it has none."""
 
     ids: list[int]
-    assistant: list[bool]
+    turns: list[int]
+
+    @cached_property
+    def assistant(self) -> list[bool]:
+        """The assistant mask, one bool per id."""
+        return [turn != OUTSIDE for turn in self.turns]
 
 
 class Renderer:
@@ -201,17 +207,16 @@ class Renderer:
         starts = [end - len(text[start:end].lstrip()) for start, end in markers]
         placed = all(pieces[bisect_right(ends, at)].message is None for at in starts)
         if placed and self._encoder.find_control(ids) == control:
-            spans = [
-                (e - len(t), e) for p, t, e in zip(pieces, texts, ends, strict=True) if p.assistant
-            ]
-            return Rendered(ids, mark(offsets, spans, len(text)))
-        ids, assistant = [], []
+            parts = zip(pieces, texts, ends, strict=True)
+            spans = {(e - len(t), e): p.turn for p, t, e in parts if t and p.turn is not None}
+            return Rendered(ids, turns_of(offsets, spans, len(text)))
+        ids, turns = [], []
         for piece, text in zip(pieces, texts, strict=True):
             from_template = piece.message is None
             part = self._encoder.encode(text)[0] if from_template else self._encoder.spell(text)
             ids += part
-            assistant += [piece.assistant] * len(part)
-        return Rendered(ids, assistant)
+            turns += [OUTSIDE if piece.turn is None else piece.turn] * len(part)
+        return Rendered(ids, turns)
 
     def _encode_rewritten(
         self, messages: Sequence[Message], prompt: bool, last_turn: bool
@@ -225,5 +230,5 @@ class Renderer:
         if self._encoder.find_control(ids) != self._outlines.of(messages, prompt).control:
             raise ValueError(f"{self.name} {_REWRITTEN}; {self._remedy}")
         spans, fault = self._outlines.find_spans(messages, text, tags, last_turn)
-        spans = [close_turn(text, span, self._outlines.ends) for span in spans]
-        return Rendered(ids, mark(offsets, spans, len(text))), fault
+        turns = {close_turn(text, s, self._outlines.ends): i for i, s in enumerate(spans)}
+        return Rendered(ids, turns_of(offsets, turns, len(text))), fault

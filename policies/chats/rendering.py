@@ -30,6 +30,7 @@ SECONDS = 5.0  # of computing for one chat; real templates take milliseconds
 LONGEST = 1 << 20  # characters of a rendered chat that is over ten times as long as its messages
 _RENDERING = threading.Lock()  # threads share the compiled template's tracker of tagged spans
 CACHE_SIZE = 512
+OUTSIDE = -1  # the turn of a token outside the assistant mask
 CALL_ID = "call00000"  # of the form that Mistral expects
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 Message = dict[str, Any]
@@ -42,7 +43,7 @@ class Piece:
 
     text: str
     message: int | None = None  # index of the content's message; None = the template's text
-    assistant: bool = False  # inside the assistant mask
+    turn: int | None = None  # which assistant turn, from 0; None = outside the assistant mask
 
 
 @dataclass(frozen=True)
@@ -220,8 +221,11 @@ def cut(text: str, placeholders: Sequence[str], spans: Sequence[Span]) -> list[P
     number = {name: i for i, name in enumerate(placeholders) if name}
     places = [m.span() for m in re.finditer("|".join(number), text)] if number else []
     borders = sorted({0, len(text), *(b for span in [*places, *spans] for b in span)})
-    parts = [(text[a:b], any(s <= a < e for s, e in spans)) for a, b in pairwise(borders)]
-    return [Piece(part, number.get(part), marked) for part, marked in parts]
+    pieces = []
+    for a, b in pairwise(borders):
+        turn = next((i for i, (start, end) in enumerate(spans) if start <= a < end), None)
+        pieces.append(Piece(text[a:b], number.get(text[a:b]), turn))
+    return pieces
 
 
 def fill(pieces: Sequence[Piece], messages: Sequence[Message], text: str) -> list[str] | None:
@@ -256,12 +260,18 @@ _STRIPS = (
 )
 
 
-def mark(offsets: Sequence[Span], spans: Sequence[Span], size: int) -> list[bool]:
-    """Return for each token whether it overlaps one of `spans`; `size` is the text's length."""
-    inside = bytearray(size)
-    for start, end in spans:
-        inside[start:end] = b"\1" * (end - start)
-    return [1 in inside[start:end] for start, end in offsets]
+def turns_of(offsets: Sequence[Span], spans: Mapping[Span, int], size: int) -> list[int]:
+    """Return for each token the turn whose span it overlaps, OUTSIDE if none.
+
+    `spans`: the turn of each span; `size`: the text's length.
+
+    >>> turns_of([(0, 2), (2, 4), (4, 5)], {(3, 4): 0}, 5)
+    [-1, 0, -1]
+    """
+    turn = [OUTSIDE] * size  # of each character
+    for (start, end), number in spans.items():
+        turn[start:end] = [number] * (end - start)
+    return [max(turn[start:end], default=OUTSIDE) for start, end in offsets]
 
 
 def check_messages(messages: Sequence[Message]) -> list[Message]:
