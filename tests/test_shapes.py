@@ -178,6 +178,14 @@ def test_pairs_that_compare_nothing_are_left_out_and_counted(tmp_path, form):
         Preferences(write(tmp_path / "d.jsonl", *rows[:-1]))
 
 
+@pytest.mark.parametrize("column", ["chosen", "rejected"])
+def test_a_thought_in_a_pair_is_refused_by_its_column(tmp_path, column):
+    pair = {"chosen": HO, "rejected": HO | {"content": "No"}}
+    pair[column] = pair[column] | {"reasoning_content": "hm"}
+    with pytest.raises(ValueError, match=f"row 0, {column}: "):
+        Preferences(write(tmp_path / "d.jsonl", {"prompt": "Hi", **pair}))
+
+
 def test_a_split_of_a_file_is_refused(tmp_path):
     path = write(tmp_path / "d.jsonl", {"question": "Hi", "answer": "Ho"})
     with pytest.raises(ValueError, match=r"env\.split=test: .*env\.dataset"):
