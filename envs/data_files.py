@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 DEEPEST = 100  # levels of lists and objects in a row, as in Parquet
-TOO_DEEP = f"expected at most {DEEPEST} levels of lists and objects in a row, got more"
+TOO_DEEP = f"expected a row of at most {DEEPEST} levels of lists and objects, got more"
 QUIET = 10  # seconds of reading without a line
 LONGEST = 2**31 - 1  # characters of a .csv cell; Python's default is 131072
 JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
@@ -51,33 +51,23 @@ def read_files(files: Iterable[Path]) -> tuple[list[str], list[bytes]]:
     for file in files:
         if kind_of(file) not in KINDS:
             raise ValueError(f"{file}: expected the extension {', '.join(KINDS)}, got {file.name}")
-        for place, row in KINDS[kind_of(file)](file):
-            if not isinstance(row, dict):
-                raise _fault(file, place, f"expected an object as row, got {row!r:.80}")
-            columns.update(dict.fromkeys(row))
-            if _is_deep(row):
-                raise _fault(file, place, TOO_DEEP)
-            rows.append(pickle.dumps(row))
-            if time.monotonic() > shown_at and os.environ.get("RANK", "0") == "0":
-                print(f"reading {file}: {len(rows)} rows so far", file=sys.stderr, flush=True)
-                shown_at = float("inf")
+        try:
+            for place, row in KINDS[kind_of(file)](file):
+                if not isinstance(row, dict):
+                    raise _fault(file, place, f"expected an object as row, got {row!r:.80}")
+                columns.update(dict.fromkeys(row))
+                rows.append(pickle.dumps(row))
+                if time.monotonic() > shown_at and os.environ.get("RANK", "0") == "0":
+                    print(f"reading {file}: {len(rows)} rows so far", file=sys.stderr, flush=True)
+                    shown_at = float("inf")
+        except RecursionError:
+            raise _fault(file, f"after {len(rows)} rows", TOO_DEEP) from None
     return list(columns), rows
 
 
 def kind_of(path: Path) -> str:
     """Return the suffix of a file name, without .gz."""
     return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
-
-
-def _is_deep(row: dict[str, Any]) -> bool:
-    """Return whether a row has so many levels that recursive code could exhaust its stack."""
-    level: list[Any] = [row]
-    for _ in range(DEEPEST):
-        cells = chain.from_iterable(v.values() if isinstance(v, dict) else v for v in level)
-        level = [cell for cell in cells if isinstance(cell, (dict, list))]
-        if not level:
-            return False
-    return True
 
 
 def refuse_deep_rows(files: Iterable[Path]) -> None:
@@ -137,8 +127,6 @@ def _values(path: Path, line: int, text: str) -> Iterator[Placed]:
             value, end = DECODER.raw_decode(text, start)
             if "\\ud" in text[start:end].lower():
                 json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
-        except RecursionError:
-            raise _fault(path, f"line {line}", TOO_DEEP) from None
         except ValueError as error:
             at = getattr(error, "pos", start)
             got = f"got {text[at : at + 60]!r} ({getattr(error, 'msg', error)})"
