@@ -202,8 +202,8 @@ def _named(table: Table, names: Mapping[str, str], *, answers: bool) -> Shape:
     """Return the shape of named columns; the columns that are not named have common names."""
     if "messages" in names:
         if len(names) > 1:
-            got = ", ".join(f"env.columns.{name}" for name in names)
-            raise ValueError(f"expected env.columns.messages (whole chats) alone, got {got}")
+            got = " and ".join(f"env.columns.{name}" for name in names)
+            raise ValueError(f"expected env.columns.messages alone, got {got}; leave one out")
         return Shape(NAMED, None, table.require("messages", names["messages"]), optional=())
     question = names.get("question") or _first(table, "question", "prompt")
     table.require("question", question)
