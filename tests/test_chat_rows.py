@@ -25,6 +25,9 @@ TEMPLATES = {
     "dict": TOOLED.replace("ARGUMENTS", "call.function.arguments | tojson"),
     "text": TOOLED.replace("ARGUMENTS", "call.function.arguments + ''"),
     "chatml": "chatml",
+    "silent": TOOLED.replace("m.content }}", "'' if m.tool_calls else m.content }}").replace(
+        "ARGUMENTS", "1"
+    ),
     "opens": (  # its generation prompt is longer than the start of a turn in a chat
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
         "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}"
@@ -136,6 +139,10 @@ def test_each_wanted_turn_is_learnt_as_a_whole(tmp_path, template, first, last, 
     [
         ({"messages": [ASK, calling({}), RESULT, SAY]}, "row 0: message 1, tool_calls: .*chatml"),
         ({"messages": BOTH, "tools": [SCHEMA]}, "row 0: message 0, tools: "),
+        (
+            {"messages": [ASK, calling({}, "Hm."), RESULT, SAY]},
+            "row 0: .*content beside its calls",
+        ),
         ({"messages": [ASK, THOUGHT]}, r"row 0: message 1, reasoning_content: .*chat_template="),
         ({"messages": [ASK, calling("{d")]}, r"row 0, messages\[1\]\.tool_calls: "),
         ({"messages": BOTH, "tools": "w"}, "row 0, tools: "),
@@ -145,8 +152,9 @@ def test_each_wanted_turn_is_learnt_as_a_whole(tmp_path, template, first, last, 
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_row_and_key(tmp_path, row, place):
+    template = "silent" if "beside" in place else "chatml"
     with pytest.raises(ValueError, match=place) as caught:
-        learn(tmp_path, "chatml", row)
+        learn(tmp_path, template, row)
     assert "\n" not in str(caught.value)
 
 

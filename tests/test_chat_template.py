@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from envs.tasks.task import assistant, user
 from policies.chats.chat_template import Renderer
 from policies.chats.history import History
+from policies.chats.rendering import make_call
 from policies.chats.templates import with_variables
 from policies.load import load_policy
 from policies.models import EMBEDDED, find_model, load_tokenizer
@@ -66,6 +67,13 @@ REMINDS = (  # as Mistral: the system prompt stands in the last message of the u
     "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + ': ' }}{% endif %}"
     "{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}" + LAST + "{% endif %}"
+)
+AGENT = (  # as gpt-oss: a final response drops the thought of the call before it
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.thinking and (loop.last or messages[-1].role == 'tool') %}"
+    "{{ '<think>' + m.thinking + '</think>' }}{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ 'CALL ' + call.function.name }}{% endfor %}"
+    "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}" + LAST + "{% endif %}"
 )
 FORGETS = (
     "{% for m in messages %}{% if m.role == 'user' or loop.last %}"
@@ -320,6 +328,34 @@ def test_each_turn_is_learnt_in_the_context_that_the_template_gives_it():
     assert len(rows_by_turn([{"messages": chat}], last_only=True)) == 1
     with pytest.raises(ValueError, match="a turn to learn"):
         rows_by_turn([{"messages": chat, "unlearnt": [3]}], last_only=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "said"),
+    [
+        (REMINDS, [{"role": "system", "content": "s"}, *TWO], ["a", "b"]),
+        (
+            AGENT,
+            [
+                user("q"),
+                assistant("") | {"thinking": "hm", "tool_calls": [make_call("f", {})]},
+                {"role": "tool", "content": "5"},
+                assistant("a"),
+            ],
+            ["<think>hm</think>CALL f", "a"],
+        ),
+    ],
+    ids=["a system prompt", "the thought of a call"],
+)
+def test_a_turn_is_learnt_after_the_prompt_that_it_answers(template, chat, said):
+    renderer = Renderer(make_tokenizer(template))
+    assert renderer.rewrites_turns
+    for row, turn in zip(rows_by_turn([{"messages": chat}]), said, strict=True):
+        done = renderer.render(row["messages"], require_assistant=True, last_turn=True)
+        before = renderer.render(row["messages"][:-1], add_generation_prompt=True).ids
+        assert done.ids[: len(before)] == before
+        assert done.assistant == [i >= len(before) for i in range(len(done.ids))]
+        assert decode(renderer.tokenizer, done.ids[len(before) :]) == turn + IM[1]
 
 
 @pytest.mark.parametrize(

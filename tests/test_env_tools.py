@@ -82,7 +82,9 @@ def test_calls_are_read_as_the_template_writes_them(family):
     two, broken = (FORMATS[family][key] for key in ("two", "broken"))
     calls = reader(template(family))
     assert read(calls, two) == WANTED
-    assert [fault for *_, fault in read(calls, broken)] == [True]
+    for text in [broken] if isinstance(broken, str) else broken:
+        assert read(calls, text)
+        assert all(fault for *_, fault in read(calls, text))
     for answer in ANSWERS:
         assert read(calls, answer) == []
 
@@ -169,7 +171,7 @@ def leave(code: list[int]) -> None:
     Args:
         code: A list of numbers.
     """
-    raise SystemExit(code)
+    raise {1: SystemExit, 2: StopIteration, 3: KeyboardInterrupt}[code[0]](code)
 
 
 @cache
@@ -246,6 +248,8 @@ def test_results_are_messages_in_order_and_async_functions_run_together():
         ),
         (call("leave", '{"code": [1, "2"]}'), 'expected code to be {"type": "array"'),
         (call("leave", '{"code": [1]}'), "SystemExit: [1]"),
+        (call("leave", '{"code": [2]}'), "RuntimeError: StopIteration: [2]"),
+        (call("leave", '{"code": [3]}'), "RuntimeError: KeyboardInterrupt([3])"),
         (call("leave", f'{{"code": {"[" * 450 + "]" * 450}}}'), "the arguments are nested"),
         (call("wait", '{"text": ""}'), "TimeoutError: no result within 0.3 s"),
         (call("count", "[1]"), "this call cannot be read: expected the arguments as an object"),

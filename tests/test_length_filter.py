@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import hypothesis.strategies as st
@@ -46,7 +47,15 @@ def test_too_long_rows_are_those_that_transformers_counts_so():
     sizes = [len(count(row["messages"], return_dict=False, **options)) for row in rows]
     want = {i: size for i, size in enumerate(sizes) if size > 60}
     assert 5 < len(want) < 45
-    assert fits.too_long(rows) == want
+    assert fits.too_long(rows, print) == want
+
+
+def test_a_demonstration_whose_turn_cannot_be_found_ends_the_run_before_it_starts():
+    opens = "{% if add_generation_prompt %}{{ 'another start' }}{% endif %}"
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}" + opens
+    rows = [{"index": i, "messages": chat("a", "b " * length)} for i, length in enumerate((1, 99))]
+    with pytest.raises(ValueError, match=r"row 1: .*its own generation prompt"):
+        replace(fit(60, template), prompt=False).too_long(rows, print)
 
 
 def words(folder, *more, long=(), gone=()):

@@ -76,11 +76,11 @@ class Demonstrations:
             wanted = [i for i in wanted if i == places[-1]]
         # A template may mark one more token at the chat's end (Phi-3): part of the last turn.
         turn = torch.tensor(done.turns).clamp(max=len(places) - 1)  # [T]
-        found = len(set(turn.tolist()) - {OUTSIDE})
-        if wanted != places and found < len(places):
+        marked = len(set(turn.tolist()) - {OUTSIDE})
+        if wanted != places and marked < len(places):
             raise ValueError(
                 f"expected {len(places)} assistant turns in the mask of "
-                f"{self.policy.renderer.name}, to learn some of them, got {found}"
+                f"{self.policy.renderer.name}, to learn some of them, got {marked}"
             )
         return torch.isin(turn, torch.tensor([places.index(i) for i in wanted]))  # [T]
 

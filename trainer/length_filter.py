@@ -5,7 +5,8 @@ demonstrations and preferences the positions. Rows whose bytes already fit are n
 generator checks lazily made rows and later turns.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
@@ -17,6 +18,7 @@ from policies.chats.chat_template import Renderer
 from policies.scorer import max_positions
 from trainer.trainer import Trainer
 
+PAUSE = 10.0  # seconds between two messages of progress
 SAMPLE = 64  # random rows: if none of them fits, the run ends
 
 
@@ -34,21 +36,31 @@ class LengthFilter:
     limit: str
     remedy: str
 
-    def too_long(self, rows: Sequence[Row]) -> dict[int, int]:
-        """Return the size in tokens of each row that does not fit, by row index."""
-        sizes = {i: self._size(row) for i, row in enumerate(rows)}
-        return {i: size for i, size in sizes.items() if size > self.room}
+    def too_long(self, rows: Sequence[Row], say: Callable[[str], None]) -> dict[int, int]:
+        """Return the size in tokens of each row that does not fit, by row index.
+
+        Chats with tools take milliseconds each, so `say` gets a message now and then.
+        """
+        sizes, due = {}, time.monotonic() + PAUSE
+        for i, row in enumerate(rows):
+            if (size := self._size(row)) > self.room:
+                sizes[i] = size
+            if time.monotonic() > due:
+                say(f"checked {i + 1} of {len(rows)} rows")
+                due += PAUSE
+        return sizes
 
     def _size(self, row: Row) -> int:
         """Return the tokens of a row's longest chat; 0 if its bytes already fit."""
         size, chats = 0, [self.env.messages(row)]
+        options = {"add_generation_prompt": self.prompt, "require_assistant": not self.prompt}
+        options |= {"last_turn": "last_turn" in row}
         if "rejected" in row and not self.prompt:
             chats = [[*chats[0], assistant(row[name])] for name in ("chosen", "rejected")]
-        for chat in chats:
-            if self.renderer.most_tokens(chat, prompt=self.prompt) > self.room:
-                with naming(row):
-                    ids = self.renderer.render(chat, add_generation_prompt=self.prompt).ids
-                size = max(size, len(ids))
+        with naming(row):
+            for chat in chats:
+                if self.renderer.most_tokens(chat, prompt=self.prompt) > self.room:
+                    size = max(size, len(self.renderer.render(chat, **options).ids))
         return size
 
 
@@ -97,9 +109,9 @@ def drop_long_rows(loop: Trainer) -> list[str]:
             continue
         some = Random(0).sample(range(len(rows)), min(SAMPLE, len(rows)))
         tried = [rows[i] for i in some]
-        sizes = fit.too_long(tried)
+        sizes = fit.too_long(tried, loop.observers.say)
         if len(sizes) < len(tried):  # else the sample is enough for the error
-            tried, sizes = rows, fit.too_long(rows)
+            tried, sizes = rows, fit.too_long(rows, loop.observers.say)
         if not sizes:
             continue
         some = [f"row {tried[i].get('index', i)} ({n} tokens)" for i, n in islice(sizes.items(), 3)]

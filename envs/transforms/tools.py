@@ -243,33 +243,40 @@ class SimpleToolTransform(ExecuteToolsInOrder):
 
 
 def as_text(value: Any) -> str:
-    """Return a tool's result as text: JSON unless it is a text."""
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    """Return a tool's result as text: JSON unless it is a text; arrays of numpy are lists."""
+
+    def known(part: Any) -> Any:
+        return part.tolist() if hasattr(part, "tolist") else str(part)
+
+    return value if isinstance(value, str) else json.dumps(value, default=known, ensure_ascii=False)
 
 
 def _within(timeout: float | None, work: Callable[[], Any]) -> Any:
     """Return the result of a call or raise TimeoutError; its thread is not stopped."""
     if timeout is None:
         return work()
-    answer = in_thread(work)
-    if not wait([answer], timeout).done:
-        raise TimeoutError(f"no answer within {timeout} s")
-    return answer.result()
+    result = in_thread(work)
+    if not wait([result], timeout).done:
+        raise TimeoutError(f"no result within {timeout} s")
+    return result.result()
 
 
 def in_thread(work: Callable[[], Any]) -> Future[Any]:
     """Return the future result of a call in a thread that does not delay the end of the process."""
-    answer: Future[Any] = Future()
-    answer.set_running_or_notify_cancel()  # from here on nobody can cancel it
+    result: Future[Any] = Future()
+    result.set_running_or_notify_cancel()  # from here on nobody can cancel it
 
     def run() -> None:
         try:
-            answer.set_result(work())
-        except (Exception, SystemExit) as error:
-            answer.set_exception(error)
+            result.set_result(work())
+        except StopIteration as error:  # asyncio cannot pass it on; a generator does the same
+            result.set_exception(RuntimeError(f"StopIteration: {error}"))
+        except BaseException as error:  # also KeyboardInterrupt: no signal raises it in a thread
+            usual = isinstance(error, Exception | SystemExit)
+            result.set_exception(error if usual else RuntimeError(repr(error)))
 
     threading.Thread(target=run, daemon=True).start()
-    return answer
+    return result
 
 
 def _clear(td: TensorDictBase, keys: Any, rows: torch.Tensor) -> None:

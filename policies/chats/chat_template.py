@@ -108,7 +108,7 @@ class Renderer:
         masked turn when the chat continues, is a ValueError.
         """
         messages = check_messages(messages)
-        text = self.text(messages, add_generation_prompt=add_generation_prompt)
+        text = self._outlines.text(messages, add_generation_prompt, last_turn)[0]
         outline = self._outlines.of(messages, add_generation_prompt, last_turn)
         if require_assistant and outline.fault:
             raise ValueError(f"{self.name} {outline.fault}; {self._remedy}")
@@ -191,7 +191,7 @@ class Renderer:
     @property
     def _remedy(self) -> str:
         """Return the remedies for a template that does not fit training data."""
-        switch = re.search(r"\b(enable_thinking|thinking)\b", self.template)
+        switch = re.search(r"(?<![\w.'\"])(enable_thinking|thinking)(?!\w)", self.template)
         switches = f"set policy.chat_template_kwargs.{switch[1]}, or " if switch else ""
         return f"{switches}{self._outlines.remedy}, or one with {{% generation %}} tags"
 
@@ -225,9 +225,10 @@ class Renderer:
 
         Returns a mask without tokens and its fault where the turns cannot be found.
         """
-        text, tags = self._outlines.text(messages, prompt)
+        text, tags = self._outlines.text(messages, prompt, last_turn)
         ids, offsets = self._encoder.encode(text)
-        if self._encoder.find_control(ids) != self._outlines.of(messages, prompt).control:
+        outline = self._outlines.of(messages, prompt, last_turn)
+        if self._encoder.find_control(ids) != outline.control:
             raise ValueError(f"{self.name} {_REWRITTEN}; {self._remedy}")
         spans, fault = self._outlines.find_spans(messages, text, tags, last_turn)
         turns = {close_turn(text, s, self._outlines.ends): i for i, s in enumerate(spans)}

@@ -341,16 +341,37 @@ class Outlines:
         self._known: dict[str, Outline] = {}
         encoder.control |= self.find_markers()
 
-    def text(self, messages: Sequence[Message], prompt: bool) -> tuple[str, list[Span]]:
-        """Return the rendered text and the spans of its generation tags."""
+    def text(
+        self, messages: Sequence[Message], prompt: bool, last_turn: bool = False
+    ) -> tuple[str, list[Span]]:
+        """Return the rendered text and the spans of its generation tags.
+
+        With `last_turn` the last turn stands in the context that the model has when it writes it.
+        """
         options = {"add_generation_prompt": prompt, "tagged": self.tagged}
         if any(message.get("tool_calls") for message in messages):
             messages = [with_arguments(m, as_text=self._takes_text) for m in messages]
         try:
-            return render_template(messages, self.template, self._variables, **options)
+            text, tags = render_template(messages, self.template, self._variables, **options)
         except ValueError as error:
             first = "change policy.system_prompt, or " if messages[0]["role"] == "system" else ""
             raise ValueError(f"{self.label} {error}; {first}{self.remedy}") from error
+        if last_turn and not self.tagged and len(messages) > 1:
+            text = self._in_context(messages, text)
+        return text, tags
+
+    def _in_context(self, messages: Sequence[Message], text: str) -> str:
+        """Return the prompt of the last turn, and the turn, where `text` rewrites the prompt.
+
+        For example, gpt-oss drops the thought of a call once its chat has a final response.
+        """
+        before = self.text(messages[:-1], True)[0]
+        alone = [{"role": "user", "content": "x"}, messages[-1]]
+        if not text.startswith(before):
+            opening, turn = self.text(alone[:1], True)[0], self.text(alone, False)[0]
+            if turn.startswith(opening):
+                return before + turn.removeprefix(opening)
+        return text
 
     def of(self, messages: Sequence[Message], prompt: bool, last_turn: bool = False) -> Outline:
         """Return the outline of a chat, shared by chats that differ in contents only.
@@ -383,7 +404,7 @@ class Outlines:
         return f"x{self.nonce}x{name}x"
 
     def _make(self, blank: Sequence[Message], prompt: bool, last_turn: bool) -> Outline:
-        text, tags = self.text(blank, prompt)
+        text, tags = self.text(blank, prompt, last_turn)
         self._refuse_loss(blank, text)
         spans, fault = self.find_spans(blank, text, tags, last_turn)
         names = {m["content"]: m["role"] == "assistant" for m in blank if m["content"]}
@@ -415,7 +436,7 @@ class Outlines:
         spans = []
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         for i in places[-1:] if last_turn else places:
-            after = self.text(messages[: i + 1], False)[0].rstrip()
+            after = self.text(messages[: i + 1], False, last_turn)[0].rstrip()
             if i:
                 before = self.text(messages[:i], True)[0]
             else:  # templates expect at least one message
@@ -445,16 +466,22 @@ class Outlines:
         return close_turn(text, (start, len(text)), self.ends)[1]
 
     def rewrites_turns(self) -> bool:
-        """Return whether an earlier turn, with a thought or without, changes in a longer chat."""
-        thoughts = [key for key in THOUGHTS if self.writes[key]]
-        for more in ({}, *({key: self.placeholder(key)} for key in thoughts)):
-            chat = [{"role": role} for role in ("user", "assistant", "user")]
-            chat[1] |= more
-            blank = self.blank(chat)
-            alone, longer = (self.text(blank[:n], False)[0].rstrip() for n in (2, 3))
-            if not longer.startswith(alone[: self._find_end(blank[:2], alone, 0)]):
-                return True
-        return False
+        """Return whether an earlier turn changes in a longer chat, of any keys that are written."""
+        thoughts = [{key: self.placeholder(key)} for key in THOUGHTS if self.writes[key]]
+        tools = [{"tools": [make_schema("f")]}] if self.writes["tools"] else []
+        chats = [[{"role": "user"}, {"role": "assistant"} | more] for more in ({}, *thoughts)]
+        chats += [[{"role": "user"} | more, {"role": "assistant"}] for more in tools]
+        chats += [[{"role": "system"}, *chats[0]]]
+        return any(map(self._rewrites, chats))
+
+    def _rewrites(self, chat: Sequence[Message]) -> bool:
+        """Return whether the last turn of a chat changes when the chat goes on."""
+        blank = self.blank([*chat, {"role": "user"}])
+        try:
+            alone, longer = (self.text(blank[:n], False)[0].rstrip() for n in (-1, None))
+        except ValueError:  # a template that refuses system messages
+            return False
+        return not longer.startswith(alone[: self._find_end(blank[:-1], alone, 0)])
 
     def find_markers(self) -> frozenset[int]:
         """Return the added tokens that the template writes around the turns of each role.
@@ -525,12 +552,14 @@ class Outlines:
             return ""
 
     def _refuse_loss(self, blank: Sequence[Message], text: str) -> None:
-        """Raise if a content is missing from the text; a message with tool calls may lack one."""
+        """Raise if a content is missing from the text."""
         for i, message in enumerate(blank):
-            if message["content"] not in text.lower() and not message.get("tool_calls"):
+            if message["content"] not in text.lower():
+                beside = " beside its calls" if message.get("tool_calls") else ""
                 raise ValueError(
-                    f"{self.label} drops what message {i} ({message['role']}) of a chat with roles "
-                    f"{[m['role'] for m in blank]} says; {self.remedy}"
+                    f"{self.label} does not write the content{beside} of message {i} "
+                    f"({message['role']}) of a chat with roles {[m['role'] for m in blank]}; "
+                    f"{self.remedy}"
                 )
 
     def refuse_markup(self, messages: Sequence[Message]) -> None:

@@ -12,6 +12,7 @@ from trainer.transcripts import token_texts
 SHOWN = 2  # rows; for rollouts the first of two groups
 WIDTH = 77  # letters of a line
 FIRST, LAST = 8, 4  # ids of a run that are shown
+NO_TOKEN = "no row of the first batch has a token to learn"
 WRITES_END = "set policy.chat_template=<a template that writes one after a response>"
 
 
@@ -48,13 +49,15 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
 
 
 def find_unlearnt_end(loop: Trainer) -> list[str]:
-    """Return a message if no end of a turn is learnt in the first batch of an SFT run, else []."""
+    """Return a message if no token, or no end of a turn, is learnt in an SFT run's first batch."""
     if getattr(loop.source, "reads_rows", "") != "demonstrations":
         return []
     batch = loop.source(0)
     empty, ended = count_ends(batch, loop.policy.stop_ids)
-    if ended or empty == len(batch):
+    if ended:
         return []
+    if empty == len(batch):
+        return [f"{NO_TOKEN}; look at weight and train of its messages"]
     name = loop.policy.renderer.name
     return [
         f"{name}: no demonstration ends by a learnt end of turn, so the model may not learn to "
