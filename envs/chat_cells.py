@@ -1,7 +1,7 @@
 """Read chats from the cells of a table: messages with the keys that templates read.
 
 Messages are OpenAI's (role, content) or ShareGPT's (from, value). Of a message the keys of `KEYS`
-are kept for the template; `weight` and `train` say whether an assistant message is learnt.
+are kept for the template; `weight` and `train` of 0 exclude an assistant message from learning.
 """
 
 import json
@@ -34,10 +34,14 @@ KNOWN = {"role", "content", "from", "value", *KEYS, *LEARNT}
 
 @dataclass(frozen=True)
 class Cells:
-    """Read the cells of a table, which errors name; `unused` collects unknown keys of messages."""
+    """Read the cells of a table, which errors name; `unused` collects unknown keys of messages.
+
+    `pairs`: responses may be empty; a pair with one is left out.
+    """
 
     table: Table
     unused: dict[str, None]
+    pairs: bool = False
 
     def messages(self, index: int, column: str, value: Any) -> list[Message]:
         """Return the chat of a cell; ValueError if the cell is not a list of messages."""
@@ -49,7 +53,7 @@ class Cells:
         """Return a chat that ends with a message of the assistant."""
         messages = self.messages(index, column, value)
         last = messages[-1]
-        if last["role"] != "assistant" or is_empty(last) or len(messages) < 2:
+        if not self._is_response(last) or len(messages) < 2:
             expected = "a prompt and then a response of the assistant as the last message"
             if last["role"] == "user":
                 expected += f", or for prompts alone env=prompts env.columns.question={column}"
@@ -72,12 +76,12 @@ class Cells:
         """Return prompt and response; a response may be the whole chat, prompt included."""
         turns = self._turns(index, column, value, "assistant")
         roles = [message["role"] for message in turns]
-        if roles[-1] != "assistant" or is_empty(turns[-1]):
+        if not self._is_response(turns[-1]):
             raise self.table.error(index, column, "the assistant's message at the end", roles)
         if roles[0] not in ("system", "user"):
             return [*prompt, *turns]
-        texts = [text_of(message) for message in turns[:-1]]
-        if not all(text_of(message) in texts for message in prompt):
+        texts = [role_and_text(message) for message in turns[:-1]]
+        if not all(role_and_text(message) in texts for message in prompt):
             expected = "a response alone, or the chat of the prompt and a response"
             raise self.table.error(index, column, expected, roles)
         return turns
@@ -90,16 +94,20 @@ class Cells:
             tools = None
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise self.table.error(index, "tools", "a list of schemas of functions", value)
-        return [_as_function(self._clean(tool)) for tool in tools]
+        return list(map(_as_function, self._clean(tools, value)))
 
-    def _clean(self, value: Any) -> Any:
-        return without_none(value) if self.table.arrow else value
+    def _clean(self, value: Any, cell: Any) -> Any:
+        """Return a value of a cell without what the table added; it adds nothing to JSON texts."""
+        return as_json(value) if self.table.arrow and not isinstance(cell, str) else value
+
+    def _is_response(self, message: Message) -> bool:
+        return message["role"] == "assistant" and (self.pairs or not is_empty(message))
 
     def _turns(self, index: int, column: str, value: Any, role: str) -> list[Message]:
         """Return a cell as messages; a text, or a number as an answer, gets the role."""
         if role == "assistant" and isinstance(value, (int, float)) and isfinite(value):
             value = json.dumps(value)
-        if isinstance(value, str) and value.strip():
+        if isinstance(value, str) and (value.strip() or (self.pairs and role == "assistant")):
             return [{"role": role, "content": value}]
         if isinstance(value, Mapping):  # one message
             value = [value]
@@ -151,10 +159,10 @@ class Cells:
         """Return tool calls in OpenAI's form, their arguments as a dict or its JSON."""
         out = []
         try:
-            calls = json.loads(calls) if isinstance(calls, str) else calls
-            for call in calls if isinstance(calls, list) else [calls]:
+            read = json.loads(calls) if isinstance(calls, str) else calls
+            for call in read if isinstance(read, list) else [read]:
                 function = call.get("function", call)
-                arguments = self._clean(function["arguments"] or {})
+                arguments = self._clean(function["arguments"] or {}, calls)
                 dict(json.loads(arguments) if isinstance(arguments, str) else arguments)
                 call_id = {"id": call["id"]} if call.get("id") else {}
                 name = {"name": function["name"], "arguments": arguments}
@@ -175,18 +183,23 @@ def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {**tool, "parameters": parameters}}
 
 
-def without_none(value: Any) -> Any:
-    """Return a value without the keys that a table adds: each row has those of all rows, as None.
+def as_json(value: Any) -> Any:
+    """Return a value of an Arrow table as in JSON: times are texts, and no key has None.
 
-    >>> without_none([{"a": 1, "b": None, "c": {"d": None}}])
-    [{'a': 1, 'c': {}}]
+    Each row of such a table has the keys of all rows, as None where it has none.
+
+    >>> from datetime import date
+    >>> as_json([{"a": 1, "b": None, "c": {"d": None}, "e": date(2026, 1, 2)}])
+    [{'a': 1, 'c': {}, 'e': '2026-01-02'}]
     """
     if isinstance(value, Mapping):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    return [without_none(item) for item in value] if isinstance(value, list) else value
+        return {key: as_json(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [as_json(item) for item in value]
+    return value if isinstance(value, (str, int, float, type(None))) else str(value)
 
 
-def text_of(message: Message) -> tuple[str, str]:
+def role_and_text(message: Message) -> tuple[str, str]:
     """Return what tells a message from others, for the comparison of chats."""
     return message["role"], message["content"].strip()
 

@@ -1,16 +1,17 @@
 """Load the chats of a data set: prompts, right responses, and the held-out rows.
 
-envs/shapes.py says which columns have them, envs/chat_cells.py reads their messages.
+envs/shapes.py finds the columns, envs/chat_cells.py parses the messages.
 """
 
 import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from envs.chat_cells import Cells, text_of
+from envs.chat_cells import Cells, is_empty, role_and_text
 from envs.data import KINDS, LazyRows, Message, Row, Table, cell_of, is_file, load_table
 from envs.shapes import SYSTEM, BadCell, Shape, find_shape
 
@@ -20,20 +21,26 @@ EVAL_SHARE, EVAL_ROWS = 0.1, 200  # size of the split without eval data, at most
 
 @dataclass
 class Origin:
-    """What a run says of the rows of a data set: their shapes, and what no chat has of them."""
+    """The shapes of a data set's rows, and what of them is in no chat."""
 
-    shapes: dict[str, int] = field(default_factory=dict)  # rows of each
+    shapes: dict[tuple[str, ...], int] = field(default_factory=dict)  # rows by name and columns
     unused: dict[str, None] = field(default_factory=dict)  # columns, and keys of messages
     left_out: int = 0  # pairs
 
     def describe(self, readers: str = "") -> str:
         """Return one line; `readers`: who reads the unused columns."""
-        parts = [", ".join(f"{count:,} rows of {shape}" for shape, count in self.shapes.items())]
+        parts = [", ".join(map(_count, self.shapes, self.shapes.values()))]
         if self.left_out:
-            parts.append(f"left out {self.left_out:,} pairs (equal responses or two prompts)")
+            why = "equal or empty responses, or two prompts"
+            parts.append(f"left out {self.left_out:,} pairs ({why})")
         if self.unused:
             parts.append(f"columns not used{readers}: {', '.join(self.unused)}")
         return f"data: {'; '.join(parts)}"
+
+
+def _count(shape: tuple[str, ...], count: int) -> str:
+    name, *columns = shape
+    return f"{count:,} {'row' if count == 1 else 'rows'} of {name} ({', '.join(columns)})"
 
 
 def load_chats(
@@ -46,22 +53,24 @@ def load_chats(
     seed: int = 0,
     answers: bool = True,
     rejected: bool = False,
+    chats_first: bool = True,
 ) -> dict[str, Sequence[Row]]:
     """Return the checked "train" and "eval" rows of a data set, or of several in their order.
 
-    A row has "messages" (the prompt), "answer" (the text of the response), "index", "columns": all
-    its cells by column name, None where the file has none, and "origin", an `Origin`. If there are
-    any: "question" (the cell of the prompt), "tools", "reply" (what the response has beside its
-    text), and "unlearnt": the indices of messages with a weight of 0.
+    A row has "messages" (the prompt), "response" (the message after it), "answer" (its text),
+    "index", "columns": all its cells by column name, None where the file has none, and "origin", an
+    `Origin`. If there are any: "question" (the cell of the prompt), "tools", and "unlearnt": the
+    indices of messages with a weight of 0.
 
     `columns` names the column "messages" (whole chats), or "question" and "answer"; without it the
-    shape is found (`find_shape`). Without `answers` an answer is read only if `columns` names it.
-    `rejected`: rows also have the response of the column "rejected"; pairs with equal responses
-    are left out. Eval rows: `eval_dataset`, else `eval_split` of a hub data set, else a seeded
-    tenth of the data (`split_off`); a file has no splits.
+    shape is found (`find_shape`, which takes `chats_first`). Without `answers` an answer is read
+    only if `columns` names it. `rejected`: rows also have the response of the column "rejected";
+    pairs with equal or empty responses are left out. Eval rows: `eval_dataset`, else `eval_split`
+    of a hub data set, else a seeded tenth of the data (`split_off`); a file has no splits.
     """
     names = {name: column for name, column in (columns or {}).items() if column is not None}
-    reader = _Reader(names, answers=answers or "answer" in names, rejected=rejected)
+    options = {"answers": answers, "rejected": rejected, "chats_first": chats_first}
+    read = partial(_read, names=names, options=options)
     sets, held_out = _listed(dataset), _listed(eval_dataset)
     if not sets:
         raise ValueError(
@@ -73,9 +82,9 @@ def load_chats(
         raise ValueError(f"env.split={split}: expected a hub data set, got a file; {remedy}")
     if not held_out and eval_split:
         held_out = [name for name in sets if not is_file(name)]
-    rows, keys = reader.load(sets, split)
+    rows, keys = read(sets, split)
     if held_out:
-        return {"train": rows, "eval": reader.load(held_out, eval_split or split)[0]}
+        return {"train": rows, "eval": read(held_out, eval_split or split)[0]}
     parts = split_off(keys, seed=seed)
     listed = isinstance(rows, list)
     splits = ([rows[i] for i in p] if listed else LazyRows(rows.__getitem__, p) for p in parts)
@@ -87,41 +96,35 @@ def _listed(dataset: str | Sequence[str] | None) -> list[str]:
     return [str(name) for name in names]
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Read data sets; the arguments of `load_chats`."""
+def _read(
+    sets: Sequence[str], split: str, *, names: Mapping[str, str], options: Mapping[str, bool]
+) -> tuple[Sequence[Row], list[bytes]]:
+    """Return the rows of data sets, and a key of each row's prompt, equal for equal prompts.
 
-    names: Mapping[str, str]
-    answers: bool
-    rejected: bool
-
-    def load(self, sets: Sequence[str], split: str) -> tuple[Sequence[Row], list[bytes]]:
-        """Return the rows of data sets, and a key of each row's prompt, equal for equal prompts.
-
-        Rows made on access are checked now and made again.
-        """
-        origin, keys = Origin(), list[bytes]()
-        parts: list[Sequence[Row]] = []
-        for name in sets:
-            table = load_table(name, split=split)
-            shape = find_shape(table, self.names, answers=self.answers, rejected=self.rejected)
-            make = _Rows(table, shape, origin, rejected=self.rejected, several=len(sets) > 1)
-            listed, indices = list[Row](), list[int]()
-            for index in range(len(table.rows)):
-                row = make(index)
-                if row is None:
-                    origin.left_out += 1
-                    continue
-                indices.append(index)
-                keys.append(_digest(json.dumps(row["messages"])))
-                if isinstance(table.rows, list):
-                    listed.append(row)
-            if not indices:
-                raise ValueError(f"{name}: expected different responses to a prompt, got none")
-            label = f"{shape.name} ({', '.join(make.columns)})"
-            origin.shapes[label] = origin.shapes.get(label, 0) + len(indices)
-            parts.append(listed or LazyRows(make, indices))
-        return _joined(parts), keys
+    Rows made on access are checked now and made again. `options` are those of `find_shape`.
+    """
+    origin, keys = Origin(), list[bytes]()
+    parts: list[Sequence[Row]] = []
+    for name in sets:
+        table = load_table(name, split=split)
+        shape = find_shape(table, names, **options)
+        make = _Rows(table, shape, origin, rejected=options["rejected"], several=len(sets) > 1)
+        listed, indices = list[Row](), list[int]()
+        for index in range(len(table.rows)):
+            row = make(index)
+            if row is None:
+                origin.left_out += 1
+                continue
+            indices.append(index)
+            keys.append(_digest(json.dumps(row["messages"])))
+            if isinstance(table.rows, list):
+                listed.append(row)
+        if not indices:
+            raise ValueError(f"{name}: expected different responses to a prompt, got none")
+        label = (shape.name, *make.columns)
+        origin.shapes[label] = origin.shapes.get(label, 0) + len(indices)
+        parts.append(listed or LazyRows(make, indices))
+    return _joined(parts), keys
 
 
 def _joined(parts: list[Sequence[Row]]) -> Sequence[Row]:
@@ -141,7 +144,7 @@ class _Rows:
     ) -> None:
         self.table, self.shape, self.origin = table, shape, origin
         self.rejected, self.several = rejected, several
-        self.cells = Cells(table, origin.unused)
+        self.cells = Cells(table, origin.unused, pairs=rejected)
         self.columns = [*shape.reads(table), *(["rejected"] if rejected else [])]
         self.system = [name for name in SYSTEM if name in self.columns]
         self.media = [name for name in MEDIA if name in table.columns]
@@ -155,7 +158,7 @@ class _Rows:
             if cells.get(name):
                 raise self.table.error(index, name, "a row of text alone", cells[name])
         try:
-            row = self.shape.convert(cells)
+            row = self.shape.convert(cells) if self.shape.convert else cells
         except BadCell as fault:
             raise self.table.error(index, *fault.args) from None
         out: Row = {"index": index, "columns": cells, "origin": self.origin}
@@ -166,14 +169,16 @@ class _Rows:
         chat = self._chat(index, row, self.shape.response)
         if self.rejected:
             worse = self._chat(index, row, "rejected")
-            if [*map(text_of, chat[:-1])] != [*map(text_of, worse[:-1])]:
+            if [*map(role_and_text, chat[:-1])] != [*map(role_and_text, worse[:-1])]:
                 return None
-            if text_of(chat[-1]) == text_of(worse[-1]):
+            last = {str(self.shape.response): chat[-1], "rejected": worse[-1]}
+            texts = [role_and_text(message) for message in last.values()]
+            if texts[0] == texts[1] or any(map(is_empty, last.values())):
                 return None
-            for last in chat[-1], worse[-1]:
-                if more := last.keys() - {"role", "content", "weight", "name"}:
-                    expected = f"responses of text alone, without {', '.join(sorted(more))}"
-                    raise self.table.error(index, "rejected", expected, last)
+            for column, message in last.items():
+                if more := message.keys() - {"role", "content", "weight", "name"}:
+                    expected = f"a response of text alone, without {', '.join(sorted(more))}"
+                    raise self.table.error(index, column, expected, message)
             out["rejected"] = worse[-1]["content"]
         self._add_system(index, row, chat)
         if off := [place for place, message in enumerate(chat) if "weight" in message]:
@@ -183,10 +188,8 @@ class _Rows:
         if row.get("tools"):
             self._add_tools(index, row, chat, out)
         if self.shape.response is not None:
-            last = chat.pop()
-            out["answer"] = last["content"]
-            if more := {k: v for k, v in last.items() if k not in ("role", "content")}:
-                out["reply"] = more
+            out["response"] = chat.pop()
+            out["answer"] = out["response"]["content"]
         return out | {"messages": chat}
 
     def _chat(self, index: int, row: Row, response: str | None) -> list[Message]:

@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envs.data_files import KINDS, kind_of, read_files, refuse_deep_rows
+from envs.data_files import KINDS, find_files, kind_of, read_files, refuse_deep_rows
 from policies.cache import sha256_of_path
 
 Row = dict[str, Any]
-Message = dict[str, Any]
+Message = dict[str, Any]  # {"role": ..., "content": ...}
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name or name; :subset is optional
 LARGE = 32 << 20  # bytes; rows of larger data sets are made on access
@@ -143,10 +143,11 @@ def load_table(dataset: str, *, split: str = "train") -> Table:
 
 
 def _read_files(dataset: str) -> Table:
-    columns, packed = read_files(dataset)
+    files = find_files(dataset)
+    columns, packed = read_files(files)
     rows = LazyRows(partial(_unpack, columns), packed)
     small = sum(map(len, packed)) <= LARGE
-    arrow = kind_of(Path(dataset)) == ".parquet"
+    arrow = any(kind_of(file) == ".parquet" for file in files)
     return Table(dataset, columns, list(rows) if small else rows, arrow)
 
 

@@ -24,37 +24,44 @@ from pathlib import Path
 from typing import IO, Any
 
 DEEPEST = 100  # levels of lists and objects in a row, as in Parquet
+TOO_DEEP = f"expected a row of at most {DEEPEST} levels of lists and objects, got more"
 QUIET = 10  # seconds of reading without a line
 LONGEST = 2**31 - 1  # characters of a .csv cell; Python's default is 131072
 JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 DECODER = json.JSONDecoder()
 NOT_BLANK = re.compile(r"\S")
-Row = tuple[str, Any]  # place in the file, value
+Placed = tuple[str, Any]  # place in the file, value
 
 
-def read_files(dataset: str) -> tuple[list[str], list[bytes]]:
-    """Return the columns and pickled rows of a file, or of the files that a pattern with * matches.
+def find_files(dataset: str) -> list[Path]:
+    """Return the path of a file, or those of the files that a pattern with * matches."""
+    path = Path(dataset).expanduser()
+    if "*" not in dataset or path.exists():
+        return [path]
+    return [Path(name) for name in sorted(glob(str(path), recursive=True))] or [path]
+
+
+def read_files(files: Iterable[Path]) -> tuple[list[str], list[bytes]]:
+    """Return the columns and pickled rows of files.
 
     Pickled rows are a third as large as dicts, and each access gives a new dict.
     """
-    path = Path(dataset).expanduser()
-    files = [path]
-    if "*" in dataset and not path.exists():
-        files = [Path(name) for name in sorted(glob(str(path), recursive=True))]
     columns, rows = dict[str, None](), list[bytes]()
     shown_at = time.monotonic() + QUIET
-    for file in files or [path]:
+    for file in files:
         if kind_of(file) not in KINDS:
             raise ValueError(f"{file}: expected the extension {', '.join(KINDS)}, got {file.name}")
-        refuse_deep_rows([file])
-        for place, row in KINDS[kind_of(file)](file):
-            if not isinstance(row, dict):
-                raise _fault(file, place, f"expected an object as row, got {row!r:.80}")
-            columns.update(dict.fromkeys(row))
-            rows.append(pickle.dumps(row))
-            if time.monotonic() > shown_at and os.environ.get("RANK", "0") == "0":
-                print(f"reading {file}: {len(rows)} rows so far", file=sys.stderr, flush=True)
-                shown_at = float("inf")
+        try:
+            for place, row in KINDS[kind_of(file)](file):
+                if not isinstance(row, dict):
+                    raise _fault(file, place, f"expected an object as row, got {row!r:.80}")
+                columns.update(dict.fromkeys(row))
+                rows.append(pickle.dumps(row))
+                if time.monotonic() > shown_at and os.environ.get("RANK", "0") == "0":
+                    print(f"reading {file}: {len(rows)} rows so far", file=sys.stderr, flush=True)
+                    shown_at = float("inf")
+        except RecursionError:
+            raise _fault(file, f"after {len(rows)} rows", TOO_DEEP) from None
     return list(columns), rows
 
 
@@ -64,7 +71,7 @@ def kind_of(path: Path) -> str:
 
 
 def refuse_deep_rows(files: Iterable[Path]) -> None:
-    """Raise ValueError for a row nested so deeply that recursive code would exhaust its stack."""
+    """Raise ValueError for a row so deep that `datasets` would exhaust its stack, and die."""
     for file in files:
         if kind_of(file) not in (".json", ".jsonl"):
             continue
@@ -79,16 +86,15 @@ def refuse_deep_rows(files: Iterable[Path]) -> None:
                 for bracket in re.findall(rb"[\[{\]}]", bare):
                     depth += 1 if bracket in b"[{" else -1
                     if depth > DEEPEST:
-                        levels = f"at most {DEEPEST} levels of lists and objects in a row"
-                        raise _fault(file, f"line {number}", f"expected {levels}, got more")
+                        raise _fault(file, f"line {number}", TOO_DEEP)
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
+def _read_jsonl(path: Path) -> Iterator[Placed]:
     for number, line in _lines(path):
         yield from _values(path, number, line.rstrip("\n"))
 
 
-def _read_json(path: Path) -> Iterator[Row]:
+def _read_json(path: Path) -> Iterator[Placed]:
     values = _values(path, 1, "".join(line for _, line in _lines(path)))
     first = list(islice(values, 2))
     if len(first) == 1:
@@ -111,7 +117,7 @@ def _is_in_a_row(name: str, first: dict[str, Any]) -> bool:
     return name == "tools" or "role" in first or {"from", "value"} <= first.keys()
 
 
-def _values(path: Path, line: int, text: str) -> Iterator[Row]:
+def _values(path: Path, line: int, text: str) -> Iterator[Placed]:
     """Yield the JSON values of a text that begins at a line of the file."""
     end = 0
     start = _skip_blanks(text, 0)
@@ -136,7 +142,7 @@ def _skip_blanks(text: str, start: int) -> int:
     return match.start() if match else len(text)
 
 
-def _read_csv(path: Path) -> Iterator[Row]:
+def _read_csv(path: Path) -> Iterator[Placed]:
     csv.field_size_limit(LONGEST)
     delimiter = "\t" if kind_of(path) == ".tsv" else ","
     reader = csv.reader((text for _, text in _lines(path)), delimiter=delimiter, strict=True)
@@ -160,7 +166,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
         raise _fault(path, f"line {line}", f"expected comma-separated cells ({error})") from None
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[Placed]:
     import datasets  # takes a second
     import pyarrow.parquet
 

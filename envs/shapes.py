@@ -6,7 +6,8 @@ joins the columns of a row that make up its prompt or response; envs/chat_cells.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from envs.data import Row, Table, cell_of
@@ -22,28 +23,20 @@ class BadCell(ValueError):
     """A column that a shape cannot read: its name, what was expected, and its value."""
 
 
-def _unchanged(row: Row) -> Row:
-    return row
-
-
-def _any(_: Row) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Shape:
     """Columns of rows: `prompt`, and `response` (for prompt=None whole chats).
 
-    `also`: columns that a row may have besides. `fits`: whether a row has this form of cells;
-    `convert` returns a row with a text or a chat in the columns `prompt` and `response`.
+    `optional`: columns that a row may have besides. `fits`: whether cells of the needed columns
+    have this form; `convert` returns a row with a text or a chat in `prompt` and `response`.
     """
 
     name: str
     prompt: str | None
     response: str | None
-    also: tuple[str, ...] = SYSTEM
-    fits: Callable[[Row], bool] = _any
-    convert: Callable[[Row], Row] = _unchanged
+    optional: tuple[str, ...] = SYSTEM
+    fits: Callable[[Row], bool] | None = None
+    convert: Callable[[Row], Row] | None = None
 
     def needs(self, *, answers: bool = True) -> list[str]:
         """Return the columns that a table must have, without `answers` those of the prompt."""
@@ -52,11 +45,24 @@ class Shape:
 
     def reads(self, table: Table) -> list[str]:
         """Return the columns of a table that are read."""
-        also = [column for column in (*self.also, "tools") if column in table.columns]
-        return [*self.needs(), *also]
+        optional = [column for column in (*self.optional, "tools") if column in table.columns]
+        return [*self.needs(), *optional]
+
+    def is_of(self, table: Table, *, answers: bool) -> bool:
+        """Return whether a table has the needed columns, and cells of this form in them."""
+        needed = self.needs(answers=answers)
+        if not all(map(table.has, needed)):
+            return False
+        return self.fits is None or self.fits(_typical(table, needed))
 
 
-def _starts_by(key: str, column: str) -> Callable[[Row], bool]:
+def _typical(table: Table, columns: list[str]) -> Row:
+    """Return these cells of the first row that has all, of the first hundred."""
+    rows = ({name: cell_of(row, name) for name in columns} for row in islice(table.rows, 100))
+    return next((row for row in rows if None not in row.values()), dict.fromkeys(columns))
+
+
+def _first_message_has(key: str, column: str) -> Callable[[Row], bool]:
     """Return whether the first message in a column of a row has a key."""
 
     def fits(row: Row) -> bool:
@@ -71,15 +77,15 @@ def _has(value: Any, key: str) -> bool:
 
 
 def _join_input(row: Row) -> Row:
-    """Return an instruction with its input (or context) below, after the turns of its history."""
-    parts = [row["instruction"], row.get("input") or row.get("context")]
-    for column in ("input", "context"):
+    """Return an instruction with its input and context below, after the turns of its history."""
+    texts = [row[column] for column in ("input", "context") if row.get(column)]
+    history = row.get("history") or []
+    if not texts and not history:
+        return row
+    for column in ("instruction", "input", "context"):
         if row.get(column) and not isinstance(row[column], str):
             raise BadCell(column, "a text", row[column])
-    if not isinstance(parts[0], str):
-        return row
-    text = "\n\n".join(part for part in parts if part)
-    history = row.get("history") or []
+    text = "\n\n".join(filter(None, [row["instruction"], *texts]))
     if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise BadCell("history", "pairs of a prompt and a response", history)
     past = [
@@ -100,19 +106,18 @@ def _as_calls(row: Row) -> Row:
 def _split_turns(row: Row) -> Row:
     """Return a row with chats for the texts "\\n\\nHuman: ... \\n\\nAssistant: ..."."""
     names = [name for name in ("prompt", "chosen", "rejected") if isinstance(row.get(name), str)]
-    return {**row, **{name: _turns(row[name]) for name in names}}
+    return {**row, **{name: _turns(row[name], response=name != "prompt") for name in names}}
 
 
-def _turns(text: str) -> str | list[dict[str, str]]:
+def _turns(text: str, *, response: bool) -> str | list[dict[str, str]]:
+    """Return the turns of a text that say anything; a `response` may end in an empty one."""
     if not TURN.match(text):
         return text.strip()
     pieces = TURN.split(text)[1:]  # speaker, text, speaker, text, ...
     pairs = zip(pieces[::2], pieces[1::2], strict=True)
-    return [
-        {"role": SPEAKERS[name], "content": content.strip()}
-        for name, content in pairs
-        if content.strip()
-    ]
+    turns = [{"role": SPEAKERS[name], "content": content.strip()} for name, content in pairs]
+    last = turns[-1] if response and turns[-1]["role"] == "assistant" else None
+    return [turn for turn in turns if turn["content"] or turn is last]
 
 
 def _in_turns(column: str) -> Callable[[Row], bool]:
@@ -124,19 +129,27 @@ def _in_turns(column: str) -> Callable[[Row], bool]:
     return fits
 
 
+def _has_calls(row: Row) -> bool:
+    """Return whether the answers of a row are calls or JSON; prompts alone have none."""
+    answers = row.get("answers", "[]")
+    if isinstance(answers, str):
+        return answers.lstrip().startswith(("[", "{"))
+    return _first_message_has("name", "answers")(row)
+
+
 ALPACA = ("input", "context", "history", *SYSTEM)  # Dolly has the context, Alpaca the input
 TRUTH = "reward_model.ground_truth"
 SHAPES = [
     Shape("ShareGPT pairs", "conversations", "chosen"),
-    Shape("ShareGPT", None, "conversations", fits=_starts_by("from", "conversations")),
-    Shape("ShareGPT", None, "messages", fits=_starts_by("from", "messages")),
+    Shape("ShareGPT", None, "conversations", fits=_first_message_has("from", "conversations")),
+    Shape("ShareGPT", None, "messages", fits=_first_message_has("from", "messages")),
     Shape("OpenAI messages", None, "messages"),
     Shape("OpenAI messages", None, "conversations"),
     Shape("verl", "prompt", TRUTH, fits=lambda row: cell_of(row, TRUTH) is not None),
-    Shape("xLAM", "query", "answers", convert=_as_calls),
-    Shape("Alpaca", "instruction", "output", also=ALPACA, convert=_join_input),
-    Shape("Alpaca pairs", "instruction", "chosen", also=ALPACA, convert=_join_input),
-    Shape("Dolly", "instruction", "response", also=ALPACA, convert=_join_input),
+    Shape("xLAM", "query", "answers", fits=_has_calls, convert=_as_calls),
+    Shape("Alpaca", "instruction", "output", optional=ALPACA, convert=_join_input),
+    Shape("Alpaca pairs", "instruction", "chosen", optional=ALPACA, convert=_join_input),
+    Shape("Dolly", "instruction", "response", optional=ALPACA, convert=_join_input),
     Shape("questions and answers", "question", "answer"),
     Shape("questions and responses", "question", "response"),
     Shape("preferences", "question", "chosen"),
@@ -146,18 +159,24 @@ SHAPES = [
     Shape("HH-RLHF", "prompt", "chosen", fits=_in_turns("prompt"), convert=_split_turns),
     Shape("preferences", "prompt", "chosen"),
     Shape("HH-RLHF", None, "chosen", fits=_in_turns("chosen"), convert=_split_turns),
-    Shape("preferences of chats", None, "chosen", fits=_starts_by("role", "chosen")),
-    Shape("preferences of chats", None, "chosen", fits=_starts_by("from", "chosen")),
+    Shape("preferences of chats", None, "chosen", fits=_first_message_has("role", "chosen")),
+    Shape("preferences of chats", None, "chosen", fits=_first_message_has("from", "chosen")),
 ]
 
 
 def find_shape(
-    table: Table, names: Mapping[str, str], *, answers: bool = True, rejected: bool = False
+    table: Table,
+    names: Mapping[str, str],
+    *,
+    answers: bool = True,
+    rejected: bool = False,
+    chats_first: bool = True,
 ) -> Shape:
     """Return the shape of a table, of the columns `names` if there are any.
 
     Without `answers` a shape of prompts fits without its responses. `rejected`: rows need the
-    column "rejected". ValueError with the nearest shape if none fits.
+    column "rejected". Without `chats_first` an answer is taken before whole chats beside it.
+    ValueError with the nearest shape if none fits.
     """
     if rejected and "rejected" not in table.columns:
         raise ValueError(
@@ -166,42 +185,33 @@ def find_shape(
         )
     if names:
         return _named(table, names, answers=answers or "answer" in names)
-    shapes = SHAPES
-    if rejected:  # whole chats beside the pairs are not what is compared
-        shapes = sorted(SHAPES, key=lambda shape: shape.response != "chosen")
-    elif not answers:  # a column of whole chats is no prompt
-        shapes = sorted(SHAPES, key=lambda shape: shape.prompt is not None)
-    for shape in shapes:
-        needed = shape.needs(answers=answers)
-        if all(map(table.has, needed)) and shape.fits(_typical(table, needed)):
-            return shape if answers else _of_prompts(shape)
+    first = ("chosen",) if rejected else () if chats_first else ("answer", TRUTH)
+    shapes = sorted(SHAPES, key=lambda shape: shape.response not in first)
+    for with_answers in (True,) if answers else (True, False):
+        for shape in shapes:
+            if shape.is_of(table, answers=with_answers):
+                return shape if answers else _of_prompts(shape)
     raise ValueError(f"{table.name}: {_describe_lack(table, shapes)}")
 
 
-def _typical(table: Table, columns: list[str]) -> Row:
-    """Return the first row with a value in these columns, of the first hundred."""
-    some = (table.rows[i] for i in range(min(len(table.rows), 100)))
-    full = (row for row in some if all(cell_of(row, name) is not None for name in columns))
-    return next(full, table.rows[0])
-
-
 def _of_prompts(shape: Shape) -> Shape:
-    if shape.prompt is None:
-        return shape
-    return Shape("prompts", shape.prompt, None, also=shape.also, convert=shape.convert)
+    return replace(shape, name="prompts", response=None) if shape.prompt else shape
 
 
 def _named(table: Table, names: Mapping[str, str], *, answers: bool) -> Shape:
     """Return the shape of named columns; the columns that are not named have common names."""
     if "messages" in names:
-        return Shape(NAMED, None, table.require("messages", names["messages"]), also=())
+        if len(names) > 1:
+            got = " and ".join(f"env.columns.{name}" for name in names)
+            raise ValueError(f"expected env.columns.messages alone, got {got}; leave one out")
+        return Shape(NAMED, None, table.require("messages", names["messages"]), optional=())
     question = names.get("question") or _first(table, "question", "prompt")
     table.require("question", question)
     if not answers:
-        return Shape("prompts", question, None, also=())
+        return Shape("prompts", question, None, optional=())
     alone = f"; without answers: env=prompts env.columns.question={question}, {REWARD}"
     answer = names.get("answer") or _first(table, "answer", "completion", "chosen")
-    return Shape(NAMED, question, table.require("answer", answer, alone), also=())
+    return Shape(NAMED, question, table.require("answer", answer, alone), optional=())
 
 
 def _first(table: Table, *columns: str) -> str:
@@ -209,31 +219,21 @@ def _first(table: Table, *columns: str) -> str:
 
 
 def _describe_lack(table: Table, shapes: list[Shape]) -> str:
-    """Return what the nearest shape needs, and a remedy, for a table that none fits."""
-    got = f"got {', '.join(table.columns)}"
-    for column, value in table.rows[0].items():
-        if any(_starts_by(key, column)({column: value}) for key in ("role", "from")):
-            return f"expected a known shape of rows, {got}; set env.columns.messages={column}"
-    if table.columns == ["text"]:
-        bare = "bare texts are prompts: env=prompts env.columns.question=text"
-        return f"expected prompts with responses, {got} alone; {bare}, {REWARD}"
-    close = [shape for shape in shapes if any(map(table.has, shape.needs()))]
-    if not close:
-        both = "set env.columns.question=<column> env.columns.answer=<column>"
-        return f"expected columns question and answer, or another shape, {got}; {both}"
-    near = max(close, key=lambda shape: (_share(table, shape), shape.fits is _any))
-    lacks = [column for column in near.needs() if not table.has(column)]
-    needs = f"needs {', '.join(lacks)}" if lacks else "has other cells"
-    text = f"expected a known shape of rows, {got}; the nearest, {near.name}, {needs}"
-    if near.prompt is None:
-        return f"{text}; give the prompts in a column, env.columns.question=<column>"
-    if not table.has(near.prompt):
-        return f"{text}; set env.columns.question=<column> env.columns.answer={near.response}"
-    question = f"env.columns.question={near.prompt}"
-    alone = f"without answers: env=prompts {question}, {REWARD}"
-    return f"{text}; set {question} env.columns.answer=<column>; {alone}"
+    """Return the nearest shape, and a remedy, for a table that none fits."""
+    got = f"expected a known shape of rows, got {', '.join(table.columns)}"
+    for column in table.columns:
+        if any(_first_message_has(key, column)(table.rows[0]) for key in ("role", "from")):
+            return f"{got}; set env.columns.messages={column}"
 
+    def nearness(shape: Shape) -> tuple[float, bool]:
+        share = sum(map(table.has, shape.needs())) / len(shape.needs())
+        return share, shape.response == "answer"
 
-def _share(table: Table, shape: Shape) -> float:
-    """Return the share of a shape's columns that a table has."""
-    return sum(map(table.has, shape.needs())) / len(shape.needs())
+    near = max(shapes, key=nearness)
+    columns = (near.prompt, near.response)
+    question, answer = (name if name and table.has(name) else "<column>" for name in columns)
+    return (
+        f"{got}; the nearest is {near.name}, with {' and '.join(near.needs())}; set env.columns."
+        f"question={question} env.columns.answer={answer}, or for prompts alone env=prompts "
+        f"env.columns.question={question}, {REWARD}"
+    )

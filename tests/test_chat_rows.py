@@ -86,29 +86,36 @@ WRONG = {"role": "assistant", "content": "5", "weight": 0}
 BOTH = [ASK, SAY]
 
 
+CORRECTED = [ASK, WRONG, ASK, SAY]
+
+
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "chat", "said"),
     [
-        ({"messages": [ASK, THOUGHT]}, "<think>hm</think>" + END),
-        ({"messages": [ASK, SAY | {"thinking": "hm"}]}, "<think>hm</think>" + END),
-        ({"messages": [SYSTEM, ASK, calling({"d": 0})]}, CALL),
-        ({"messages": [ASK, WRONG, ASK, SAY | {"weight": 1}]}, END),
-        ({"messages": [SYSTEM, ASK, SAY, ASK, WRONG]}, END),
-        ({"prompt": [ASK], "completion": [WRONG, ASK, SAY]}, END),
-        ({"messages": [ASK, WRONG | {"weight": None, "train": False}, ASK, SAY]}, END),
-        ({"prompt": "w 0?", "chosen": BOTH, "rejected": [ASK, WRONG]}, END),
-        ({"prompt": "w 0?", "completion": [SYSTEM, *BOTH]}, END),
-        ({"prompt": [ASK], "chosen": [SAY], "rejected": [WRONG]}, END),
+        ({"messages": [ASK, THOUGHT]}, [ASK, THOUGHT], "<think>hm</think>" + END),
+        (
+            {"messages": [ASK, SAY | {"thinking": "hm"}]},
+            [ASK, SAY | {"thinking": "hm"}],
+            "<think>hm</think>" + END,
+        ),
+        ({"messages": [SYSTEM, ASK, calling({"d": 0})]}, [SYSTEM, ASK, calling({"d": 0})], CALL),
+        ({"messages": [*CORRECTED[:3], SAY | {"weight": 1}]}, CORRECTED, END),
+        ({"messages": [SYSTEM, *BOTH, ASK, WRONG]}, [SYSTEM, *BOTH, ASK, WRONG], END),
+        ({"prompt": [ASK], "completion": CORRECTED[1:]}, CORRECTED, END),
+        (
+            {"messages": [ASK, WRONG | {"weight": None, "train": False}, *CORRECTED[2:]]},
+            CORRECTED,
+            END,
+        ),
+        ({"prompt": "w 0?", "chosen": BOTH, "rejected": [ASK, WRONG]}, BOTH, END),
+        ({"prompt": "w 0?", "completion": [SYSTEM, *BOTH]}, [SYSTEM, *BOTH], END),
+        ({"prompt": [ASK], "chosen": [SAY], "rejected": [WRONG]}, BOTH, END),
     ],
 )
-def test_what_is_learnt_of_a_row(tmp_path, row, said):
+def test_what_is_learnt_of_a_row(tmp_path, row, chat, said):
     ids, learnt = learn(tmp_path, "dict", row)
     assert learnt == said
-    chat = row.get("messages") or [*row["prompt"], *row.get("completion", [])]
-    chat = chat if "role" in chat[0] else row.get("completion", BOTH)
-    chat = [*chat, SAY] if chat == [ASK] else chat
-    tokenizer = policy_of("dict").tokenizer
-    assert ids == tokenizer.apply_chat_template(chat, return_dict=False)
+    assert ids == policy_of("dict").tokenizer.apply_chat_template(chat, return_dict=False)
 
 
 @pytest.mark.parametrize("template", ["chatml", "opens"])

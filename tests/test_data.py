@@ -183,20 +183,24 @@ def test_what_cannot_be_read_is_one_line(tmp_path, name, text, says):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("join", ["", "\n"])
-@pytest.mark.parametrize("dataset", ["d.jsonl", "d.json", "*.jsonl", "."])
-def test_a_row_nested_too_deeply_is_refused_before_it_is_parsed(tmp_path, dataset, join):
-    """A parser that calls itself for each level would exhaust its stack: the process dies."""
+@pytest.mark.parametrize(
+    ("dataset", "join", "place"),
+    [
+        ("d.jsonl", "", "after 2 rows"),
+        ("d.json", "\n", "after 2 rows"),
+        ("*.jsonl", "", "after 2 rows"),
+        (".", "", "line 3"),
+        (".", "\n", "line 102"),  # 3 + 99: the row itself is a level
+    ],
+)
+def test_a_row_nested_too_deeply_is_refused(tmp_path, dataset, join, place):
+    """A parser that calls itself for each level exhausts its stack; in `datasets` it dies."""
     brackets = join.join(['{"a":'] * 100_000 + ["1"] + ["}"] * 100_000)
     fine = json.dumps({"question": "[" * 101, "answer": [{"a": 1}] * 101}) + "\n"
     name = dataset if dataset.startswith("d") else "d.jsonl"
     (tmp_path / name).write_text(f'{fine}{fine}{{"question": "q", "answer": {brackets}}}')
-    with pytest.raises(
-        ValueError, match=rf"{name}, line \d+: expected at most 100 levels"
-    ) as caught:
+    with pytest.raises(ValueError, match=f"{name}, {place}: expected a row of at most 100 levels"):
         load_table(str(tmp_path / dataset))
-    line = 3 if join == "" else 3 + 99  # the row itself is a level
-    assert f"line {line}:" in str(caught.value)
 
 
 def test_data_that_are_not_there_name_the_key(tmp_path, monkeypatch):
@@ -207,7 +211,7 @@ def test_data_that_are_not_there_name_the_key(tmp_path, monkeypatch):
 
 
 TRL = {"prompt": "1?", "completion": "1!", "chosen": "c"}
-CHAT = {"messages": [SYSTEM, USER, SAID], "question": "q", "answer": "a"}
+CHAT = {"messages": [SYSTEM, USER, SAID], "question": "q", "answer": "b"}
 
 
 @pytest.mark.parametrize(
@@ -237,6 +241,7 @@ def test_missing_columns_are_named_with_their_key(tmp_path):
         ({}, r"env\.columns\.question="),
         ({"messages": "chat"}, r"env\.columns\.messages="),
         ({"question": "text"}, r"env\.columns\.answer="),
+        ({"messages": "text", "question": "label"}, r"env\.columns\.messages alone"),
     ):
         with pytest.raises(ValueError, match=says):
             load_chats(path, columns=columns)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from contracts import Words, make_policy, one_process, plain_log_probs
+from small_runs import Unjudged
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
@@ -185,6 +186,10 @@ def test_rows_weigh_alike_in_a_short_last_chunk_and_one_right_sample_solves_a_ro
     assert shares == [0, 6 / 12, 8 / 12]
     assert [r["prompt"] for r in records] == texts
     assert {(r["kind"], r["iteration"], r["kl"]) for r in records} == {("after", 5, None)}
+
+
+def test_an_evaluation_without_a_judged_reply_has_no_score():
+    assert evaluate(Unjudged())(0)[0] == {}
 
 
 class Split(Words):

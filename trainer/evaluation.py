@@ -165,7 +165,7 @@ class Evaluate:
             if total["tokens"]:
                 kls["eval/kl_ref"] = total["kl"] / total["tokens"]
                 kls["eval/kl_ref_sequence"] = total["kl"] / (rows * size)
-            if not self.task.rewarded:
+            if not self.task.rewarded or not total["rows"]:
                 continue
             out[f"eval/{name}_accuracy"] = total["right"] / (rows * size)
             for label in sorted(filter(None, set(self.labels))):

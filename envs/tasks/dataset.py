@@ -1,12 +1,13 @@
 """Tasks with rows of a data set; a subclass adds the reward."""
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from envs.chat_rows import load_chats
 from envs.data import map_rows
-from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant
+from envs.tasks.task import Reply, Reward, Row, Split, Task
 
 SORTED_DIGITS = Path(__file__).parent / "data" / "sorted_digits_preferences.json"
 
@@ -14,8 +15,8 @@ SORTED_DIGITS = Path(__file__).parent / "data" / "sorted_digits_preferences.json
 class DatasetTask(Task):
     """Rows of a file or of the hub, read by `envs.chat_rows.load_chats`.
 
-    A row has "messages" (the prompt), "answer" (the data's reply), "index", "columns" (all cells by
-    column name) and the additions of `prepare`. Override `reward`.
+    A row has "messages" (the prompt), "response" (the data's message), "answer" (its text),
+    "index", "columns" (all cells by column name) and the additions of `prepare`. Override `reward`.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "two.jsonl"
@@ -33,6 +34,7 @@ class DatasetTask(Task):
     packaged: str | None = None  # the default data file
     answers = True  # whether every row needs an answer
     rejected = False  # whether every row needs a rejected response, too
+    chats_first = False  # whether whole chats are taken before an answer beside them
 
     def __init__(
         self,
@@ -53,6 +55,7 @@ class DatasetTask(Task):
             seed=seed,
             answers=self.answers,
             rejected=self.rejected,
+            chats_first=self.chats_first,
         )
         self._rows = {name: map_rows(self.prepare, rows) for name, rows in splits.items()}
         if type(self).prepare is not DatasetTask.prepare:
@@ -68,13 +71,12 @@ class DatasetTask(Task):
         return self._rows[split]
 
     def demonstrations(self) -> Sequence[Row]:
-        """Return the train chats, with the answer as last message."""
+        """Return the train chats, with the response as last message."""
         return map_rows(_demonstration, self._rows["train"])
 
 
 def _demonstration(row: Row) -> Row:
-    last = row.get("reply", {}) | assistant(row["answer"])
-    return {**row, "messages": [*row["messages"], last]}
+    return {**row, "messages": [*row["messages"], row["response"]]}
 
 
 class Prompts(DatasetTask):
@@ -99,7 +101,8 @@ class Prompts(DatasetTask):
 class Chats(DatasetTask):
     """Full chats with a last message of the assistant, for SFT.
 
-    A reply is right if its words are those of the data's answer.
+    A response is right if its words are those of the data's; a row whose response calls a tool is
+    not judged.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "chats.jsonl"
@@ -109,8 +112,12 @@ class Chats(DatasetTask):
     ['user', 'assistant']
     """
 
+    chats_first = True
+
     def reward(self, row: Row, reply: Reply) -> Reward:
         """Return 1 for a reply with the words of the data's answer, else 0."""
+        if row["response"].get("tool_calls"):
+            return Reward(total=0.0, parts={"exact": math.nan}, success=False, dropped=True)
         exact = reply.text.split() == row["answer"].split()
         return Reward(
             total=float(exact), parts={"exact": float(exact)}, success=exact and reply.complete

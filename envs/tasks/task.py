@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
-Row = dict[str, Any]
-Message = dict[str, Any]  # {"role": ..., "content": ...}
+from envs.data import Message, Row
+
 Split = Literal["train", "eval"]
 
 
