@@ -5,6 +5,7 @@ are kept for the template; `weight` and `train` of 0 exclude an assistant messag
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -28,8 +29,9 @@ ROLES = {  # by the names in data
 TEXTS = ("text", "input_text", "output_text")  # types of content parts
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 KEYS = ("tool_calls", "tool_call_id", "name", *THOUGHTS)
-LEARNT = ("weight", "train")  # OpenAI's key, and axolotl's
-KNOWN = {"role", "content", "from", "value", *KEYS, *LEARNT}
+LEARNT = ("weight", "train", "loss")  # OpenAI's key, axolotl's and MS-Swift's
+KNOWN = {"role", "content", "from", "value", "function_call", *KEYS, *LEARNT}
+WRAPPED = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,10 @@ class Cells:
         return [self._message(index, column, i, message) for i, message in enumerate(value)]
 
     def chat(self, index: int, column: str, value: Any) -> list[Message]:
-        """Return a chat that ends with a message of the assistant."""
+        """Return a chat up to its last message of the assistant; results of tools may follow."""
         messages = self.messages(index, column, value)
+        while messages[1:] and messages[-1]["role"] == "tool":
+            messages.pop()
         last = messages[-1]
         if not self._is_response(last) or len(messages) < 2:
             expected = "a prompt and then a response of the assistant as the last message"
@@ -65,8 +69,8 @@ class Cells:
         messages = self._turns(index, column, value, "user")
         if messages[-1]["role"] not in ("user", "tool") or is_empty(messages[-1]):
             expected = "a prompt that ends with a message of the user or a tool"
-            if messages[-1]["role"] == "assistant":  # of a data set for SFT, or a prefill
-                expected += f" (env.columns.messages={column} takes the last one as the response)"
+            if messages[-1]["role"] == "assistant":
+                expected += ", not with a response or its beginning"
             raise self.table.error(index, column, expected, [m["role"] for m in messages])
         return messages
 
@@ -129,16 +133,24 @@ class Cells:
         if role == message.get("role") and isinstance(content, str) and len(message) == 2:
             return {"role": role, "content": content}
         more = {key: message[key] for key in KEYS if message.get(key)}
+        if message.get("function_call"):  # OpenAI's key of old
+            more["tool_calls"] = message["function_call"]
         if speaker == "function_call":
             more, content = {"tool_calls": content}, ""
         if "tool_calls" in more:
             more["tool_calls"] = self._calls(index, where, more["tool_calls"])
         content = self._text(index, where, content, optional="tool_calls" in more)
+        for key in THOUGHTS:
+            if not isinstance(more.get(key, ""), str):
+                raise self.table.error(index, f"{where}.{key}", "a text", more[key])
+        if role == "tool" and (wrapped := WRAPPED.fullmatch(content)):
+            content = wrapped[1]  # of Hermes; the templates write these tags themselves
         self.unused.update((f"{column}[].{key}", None) for key in message if key not in KNOWN)
-        weights = [message[key] for key in LEARNT if message.get(key) is not None]
-        if any(weight not in (0, 1) for weight in weights):
-            raise self.table.error(index, f"{where}.weight", "0 or 1", weights[0])
-        off = role == "assistant" and not all(weights)
+        weights = {key: message[key] for key in LEARNT if message.get(key) is not None}
+        for key, weight in weights.items():
+            if weight not in (0, 1):
+                raise self.table.error(index, f"{where}.{key}", "0 or 1", weight)
+        off = role == "assistant" and not all(weights.values())
         return {"role": role, "content": content} | more | ({"weight": 0} if off else {})
 
     def _text(self, index: int, where: str, content: Any, *, optional: bool) -> str:

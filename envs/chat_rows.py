@@ -15,6 +15,7 @@ from envs.chat_cells import Cells, is_empty, role_and_text
 from envs.data import KINDS, LazyRows, Message, Row, Table, cell_of, is_file, load_table
 from envs.shapes import SYSTEM, BadCell, Shape, find_shape
 
+LABELS = ("label", "kto_tag")  # KTO: false for a response to avoid
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 EVAL_SHARE, EVAL_ROWS = 0.1, 200  # size of the split without eval data, at most
 
@@ -25,14 +26,19 @@ class Origin:
 
     shapes: dict[tuple[str, ...], int] = field(default_factory=dict)  # rows by name and columns
     unused: dict[str, None] = field(default_factory=dict)  # columns, and keys of messages
-    left_out: int = 0  # pairs
+    left_out: int = 0  # rows
+
+    @property
+    def why(self) -> str:
+        """Return why rows are left out."""
+        reasons = "a label of false, or a pair with equal or empty responses or two prompts"
+        return f"left out {self.left_out:,} rows ({reasons})"
 
     def describe(self, readers: str = "") -> str:
         """Return one line; `readers`: who reads the unused columns."""
         parts = [", ".join(map(_count, self.shapes, self.shapes.values()))]
         if self.left_out:
-            why = "equal or empty responses, or two prompts"
-            parts.append(f"left out {self.left_out:,} pairs ({why})")
+            parts.append(self.why)
         if self.unused:
             parts.append(f"columns not used{readers}: {', '.join(self.unused)}")
         return f"data: {'; '.join(parts)}"
@@ -120,7 +126,7 @@ def _read(
             if isinstance(table.rows, list):
                 listed.append(row)
         if not indices:
-            raise ValueError(f"{name}: expected different responses to a prompt, got none")
+            raise ValueError(f"{name}: expected at least one row that is kept, {origin.why}")
         label = (shape.name, *make.columns)
         origin.shapes[label] = origin.shapes.get(label, 0) + len(indices)
         parts.append(listed or LazyRows(make, indices))
@@ -137,7 +143,7 @@ def _joined(parts: list[Sequence[Row]]) -> Sequence[Row]:
 
 
 class _Rows:
-    """Make the rows of a table in a shape; None for a pair that compares nothing."""
+    """Make the rows of a table in a shape; None for a row that is left out (`Origin.why`)."""
 
     def __init__(
         self, table: Table, shape: Shape, origin: Origin, *, rejected: bool, several: bool
@@ -148,7 +154,10 @@ class _Rows:
         self.columns = [*shape.reads(table), *(["rejected"] if rejected else [])]
         self.system = [name for name in SYSTEM if name in self.columns]
         self.media = [name for name in MEDIA if name in table.columns]
-        read = {name.partition(".")[0] for name in self.columns} | {*self.columns, "tools"}
+        first = table.rows[0]
+        self.labels = [name for name in LABELS if isinstance(first.get(name), bool)]
+        read = {name.partition(".")[0] for name in self.columns}
+        read |= {*self.columns, *self.labels, "tools"}
         origin.unused.update((name, None) for name in table.columns if name not in read)
 
     def __call__(self, index: int) -> Row | None:
@@ -157,6 +166,8 @@ class _Rows:
         for name in self.media:
             if cells.get(name):
                 raise self.table.error(index, name, "a row of text alone", cells[name])
+        if any(cells.get(name) is False for name in self.labels):
+            return None
         try:
             row = self.shape.convert(cells) if self.shape.convert else cells
         except BadCell as fault:
@@ -199,6 +210,9 @@ class _Rows:
             assert response is not None
             return cells.chat(index, response, cell_of(row, response))
         messages = cells.prompt(index, prompt, cell_of(row, prompt))
+        for message in messages:
+            if message["role"] == "assistant":
+                message["weight"] = 0  # a prompt is context
         if response is None:
             return messages
         return cells.response(index, response, cell_of(row, response), prompt=messages)

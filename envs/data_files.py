@@ -38,7 +38,8 @@ def find_files(dataset: str) -> list[Path]:
     path = Path(dataset).expanduser()
     if "*" not in dataset or path.exists():
         return [path]
-    return [Path(name) for name in sorted(glob(str(path), recursive=True))] or [path]
+    pattern = re.sub(r"[\[?]", r"[\g<0>]", str(path))  # * alone is special
+    return [Path(name) for name in sorted(glob(pattern, recursive=True))] or [path]
 
 
 def read_files(files: Iterable[Path]) -> tuple[list[str], list[bytes]]:

@@ -37,6 +37,7 @@ def test_a_published_shape_is_recognised_and_read(tmp_path, case, suffix):
     assert row["messages"] == case["chat"]
     assert row.get("tools") == case.get("tools")
     assert row.get("rejected") == case.get("rejected")
+    assert row.get("unlearnt") == case.get("unlearnt")
     assert row["origin"].shapes == {(case["shape"], *case["columns"]): 1}
     assert list(row["origin"].unused) == case.get("unused", [])
     (asked,) = Prompts(path, eval_dataset=path).rows("train")
@@ -71,7 +72,7 @@ ALONE = r"and answer; set env\.columns\.question={0} env\.columns\.answer=.*env=
             r"messages\[0\]\.content: expected text alone, got 'image_url'",
         ),
         ({"messages": [HI, HO, HI]}, "row 0, messages: expected .* the last message"),
-        ({"prompt": [HI, HO], "answer": "Ho"}, r"row 0, prompt: .*env\.columns\.messages=prompt"),
+        ({"prompt": [HI, HO], "answer": "Ho"}, "row 0, prompt: .*not with a response or its"),
         ({"query": "Hi", "tools": "[]", "answers": "[{"}, r"row 0, answers\[0\]\.tool_calls: "),
         ({"instruction": "Hi", "output": "Ho", "input": 5}, "row 0, input: expected a text"),
         ({"instruction": [HI], "output": "Ho", "input": "a"}, "row 0, instruction: .* a text"),
@@ -97,6 +98,16 @@ def test_nulls_of_calls_stay_unless_the_file_added_them(tmp_path, name):
     (row, _) = load_chats(path, eval_dataset=path)["train"]
     got = row["response"]["tool_calls"][0]["function"]["arguments"]
     assert got == ({"a": 1, "b": None} if name == "d.jsonl" else {"a": 1})
+
+
+@pytest.mark.parametrize("label", ["label", "kto_tag"])
+def test_a_response_to_avoid_is_left_out_and_counted(tmp_path, label):
+    rows = [{"prompt": f"{i}?", "completion": "Ho", label: i % 3 > 0} for i in range(6)]
+    path = write(tmp_path / "d.jsonl", *rows)
+    kept = Chats(path, eval_dataset=path).demonstrations()
+    assert [row["messages"][0]["content"] for row in kept] == ["1?", "2?", "4?", "5?"]
+    origin = kept[0]["origin"]
+    assert (origin.left_out, list(origin.unused)) == (2, [])
 
 
 def test_times_in_calls_are_texts(tmp_path):
@@ -173,8 +184,8 @@ def test_pairs_that_compare_nothing_are_left_out_and_counted(tmp_path, form):
     assert (pair["chosen"], pair["rejected"]) == ("Ho", "No")
     origin = pair["origin"]
     assert (list(origin.shapes.values()), origin.left_out) == ([1], len(rows) - 1)
-    assert f"left out {len(rows) - 1} pairs" in origin.describe()
-    with pytest.raises(ValueError, match="expected different responses"):
+    assert f"left out {len(rows) - 1} rows" in origin.describe()
+    with pytest.raises(ValueError, match="expected at least one row that is kept"):
         Preferences(write(tmp_path / "d.jsonl", *rows[:-1]))
 
 
