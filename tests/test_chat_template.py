@@ -356,6 +356,7 @@ def test_a_turn_is_learnt_after_the_prompt_that_it_answers(template, chat, said)
         assert done.ids[: len(before)] == before
         assert done.assistant == [i >= len(before) for i in range(len(done.ids))]
         assert decode(renderer.tokenizer, done.ids[len(before) :]) == turn + IM[1]
+        assert renderer.most_tokens(row["messages"], prompt=False, last_turn=True) >= len(done.ids)
 
 
 @pytest.mark.parametrize(
