@@ -158,7 +158,10 @@ def write_run(folder: Path, *words: str, scale: float = 1.0, state: str = "finis
         for g in range(9):
             named = {**row, "group": g, "prompt": f"{g} of {i}"}
             said = [{**named, "response": f"<b>r{i}{g}{k}", "reward": k / 8} for k in range(8)]
-            chat = [{"role": "tool", "content": f"<b>result {g}"}, {"role": "user", "content": LONG}]
+            chat = [
+                {"role": "tool", "content": f"<b>result {g}"},
+                {"role": "user", "content": LONG},
+            ]
             first = {**said[0], "pieces": pieces, "messages": chat}
             tracker.replies([first, *said[1:]], i, kind="train")
     for kind in ("before", "after"):

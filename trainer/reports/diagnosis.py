@@ -94,7 +94,7 @@ def not_finite(past: Past) -> Values:
 def calls_fail(past: Past) -> Values:
     """Report that 9 of 10 tool calls fail in each of the last three iterations."""
     calls, failures = past.last("tools/calls", 3), past.last("tools/failures", 3)
-    shares = [failed / made for failed, made in zip(failures, calls, strict=False) if made]
+    shares = [failed / total for failed, total in zip(failures, calls, strict=False) if total]
     return {"failed": shares[-1]} if len(shares) == 3 and min(shares) >= 0.9 else None
 
 
