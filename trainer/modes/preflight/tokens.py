@@ -23,8 +23,9 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
     if samples := "reward_raw" in batch:
         groups = batch.get("group_id").tolist()
         places = sorted({group: i for i, group in reversed(list(enumerate(groups)))}.values())
-    name = f"chat template {policy.renderer.name}"
-    findings.section(f"Tokens of the first rows, and whether they are learnt ({name})")
+    findings.section(
+        f"Tokens of the first rows, and whether they are learnt ({policy.renderer.name})"
+    )
     for i in places[:SHOWN]:
         size = int(batch.get(("masks", "all_attention_mask"))[i].sum())  # rows are right-padded
         ids = batch.get(("tokens", "full"))[i, :size].tolist()
