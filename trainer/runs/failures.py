@@ -70,8 +70,8 @@ def record_failure(folder: Path, error: BaseException) -> int:
     """
     path, line = folder / "errors" / f"rank{os.environ.get('RANK', '0')}.txt", headline(error)
     if line.startswith(type(error).__name__):
-        kept = not folder.name.startswith(TEMPORARY)
-        line += f" (traceback: {path if kept else 'by HYDRA_FULL_ERROR=1'})"
+        removed = folder.name.startswith(TEMPORARY)
+        line += f" (traceback: {'by HYDRA_FULL_ERROR=1' if removed else path})"
     line = redact_text(line)[:LONG]
     text = redact_text("".join(traceback.format_exception(error))[:LONGEST])
     with suppress(OSError):  # the disk may be full, or the folder removed
