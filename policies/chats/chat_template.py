@@ -185,6 +185,11 @@ class Renderer:
             self._gaps[key] = gap
         return gap
 
+    @property
+    def remedy_for_tools(self) -> str:
+        """The remedy for a template that writes no tools."""
+        return self._outlines.remedy_for_tools
+
     @cached_property
     def rewrites_turns(self) -> bool:
         """Whether the template changes an earlier turn in a longer chat, as thinking ones do."""
