@@ -64,11 +64,9 @@ class CallReader:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         question = {"role": "user", "content": "Go.", "tools": [SCHEMA]}
-        before = renderer.text([question])
+        before, remedy = renderer.text([question]), renderer.remedy_for_tools
         if SCHEMA["function"]["name"] not in before:
-            raise ValueError(
-                f"env.tools: {renderer.name} writes no tools; {renderer.remedy_for_tools}"
-            )
+            raise ValueError(f"env.tools: {renderer.name} writes no tools; {remedy}")
         prompt = renderer.text([question], add_generation_prompt=True)
         self._start = prompt.removeprefix(before)  # the generation prompt; it may open thoughts
         ends = [renderer.tokenizer.decode(end) for end in renderer.stop_ids]
@@ -79,9 +77,7 @@ class CallReader:
 
         one = written(1)
         if SCHEMA["function"]["name"] not in one:
-            raise ValueError(
-                f"env.tools: {renderer.name} writes no calls; {renderer.remedy_for_tools}"
-            )
+            raise ValueError(f"env.tools: {renderer.name} writes no calls; {remedy}")
         templates = [getattr(renderer.tokenizer, "response_template", None), *formats().values()]
         for template in filter(None, templates):
             self.template = template
