@@ -32,7 +32,7 @@ from trainer.runs.versions import about_machine
 
 GPUS = torch.cuda.device_count()
 PLACE = ROOT / "outputs" / "gpu_check"
-SHAPES = PLACE / "shapes"
+SHAPES, SMALL_RANKS = PLACE / "shapes", PLACE / "ranks"
 CPU = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 STEPS = 4  # of an iteration
 TASK = "experiment=grpo_smollm" if GPUS else "experiment=grpo_tiny launch.threads=1"
@@ -105,8 +105,8 @@ def bfloat16() -> Answer:
 
 
 def ranks(launch: str) -> Answer:
-    if GPUS == 1:
-        return "not run", "one GPU"
+    if GPUS < 2:
+        return "not run", "less than two GPUs"
     two = train(launch, f"trainer.num_iterations=1 launch={launch} launch.num_processes=2", gpus=2)
     worst, name, number = max(
         (apart(value, row.get(name, math.nan), RANKS), name, row["progress/iteration"])
@@ -115,6 +115,14 @@ def ranks(launch: str) -> Answer:
     )
     place = f"{name} of iteration {number}: {worst:.2g} of the tolerance"
     return len(two) == 1 and worst <= 1, f"{STEPS} steps, furthest {place}"
+
+
+def small_ranks() -> Answer:
+    """Run tiny models, on one GPU too; the page has the table."""
+    command = ("env", "PYTHONPATH=tests", sys.executable, "-m", "benchmarks.gpu_ranks", SMALL_RANKS)
+    call("ranks", *command, gpus=GPUS, check=False)
+    results = [line.split(" | ")[-1] for line in (SMALL_RANKS / "table.md").open()][2:]
+    return all(each.startswith("pass") for each in results), f"{len(results)} cases, see below"
 
 
 def resume() -> Answer:
@@ -185,6 +193,7 @@ CHECKS = {
     "bfloat16 against float32, iteration 1": bfloat16,
     "two ranks by DDP against one": partial(ranks, "ddp"),
     "two ranks by FSDP2 against one": partial(ranks, "fsdp2"),
+    "tiny models on two and four ranks against one": small_ranks,
     "resume, to the bit": resume,
     "vLLM: hand-over and mismatch": vllm,
     "an iteration of leash": leash,
@@ -228,6 +237,8 @@ def main() -> int:
     title = f"# gpu-check at {'GPU' if GPUS else 'CPU'} size, {time.strftime('%Y-%m-%d %H:%M')}"
     page = [title, "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
     page += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+    if (table := SMALL_RANKS / "table.md").exists():
+        page += ["", *table.read_text().splitlines()]
     (PLACE / "page.md").write_text("\n".join(page) + "\n")
     print("\n".join(page))
     return int(any(result == "FAIL" for _, result, *_ in rows))

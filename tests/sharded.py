@@ -71,6 +71,7 @@ MORE = {
     "grpo_full, autocast": ("grpo_full", "policy.autocast=bfloat16"),
     "grpo, offload": ("grpo", "launch.offload=true"),
     "sft, packed": ("sft", "algorithm.packing=true"),
+    "sft, bfloat16": ("sft", "policy.dtype=bfloat16"),
     "sft, gemma": ("sft",),
     "sft, gpt2": ("sft",),
 }
@@ -152,10 +153,30 @@ def resume(place: Path, model: Path, *, ranks: int, launch: str = "fsdp2") -> No
         run(case, folder, model, ranks=ranks, launch=launch, resume=True)
 
 
-def start(place: Path, ranks: int, launch: str, names: Sequence[str]) -> None:
+def linked(at: Path, name: str) -> Path:
+    """Return a new folder there with the models."""
+    (at / name).mkdir()
+    (at / name / "model").symlink_to(at / "model")
+    return at / name
+
+
+def ranks_of(way: str) -> tuple[int, str]:
+    """Return the ranks and the launch of "2 fsdp2"."""
+    ranks, _, launch = way.partition(" ")
+    return int(ranks), launch
+
+
+def start(
+    place: Path,
+    ranks: int,
+    launch: str,
+    names: Sequence[str],
+    script: Sequence[str] = (__file__,),
+) -> None:
     """Train cases in a folder with model/ on several ranks, and go on with what is prepared."""
-    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
-    command = [sys.executable, *words, str(place), str(ranks), launch, *names]
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    words = [*(words if ranks > 1 else []), *script, str(place), str(ranks), launch, *names]
+    command = [sys.executable, *words]
     env = environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -187,14 +208,18 @@ def of_two_ranks(place: Path) -> None:
         both.accelerator.end_training()
 
 
-if __name__ == "__main__":
-    place, *rest = sys.argv[1:]
-    if not rest:  # started by runs.on_two_ranks
-        of_two_ranks(Path(place))
-        sys.exit()
-    ranks, launch, *names = rest
+def main(place: str, ranks: str, launch: str, *names: str) -> None:
+    """Do in one rank what `start` asks for."""
     at, how = Path(place), {"ranks": int(ranks), "launch": launch}
     for case in names:
         run(case, at / "many" / case, at / "model", **how)
     resume(at, at / "model", **how)
-    torch.distributed.destroy_process_group()
+    if how["ranks"] > 1:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[2:]:
+        main(*sys.argv[1:])
+    else:  # started by runs.on_two_ranks
+        of_two_ranks(Path(sys.argv[1]))

@@ -1,5 +1,7 @@
 """preflight_gpu: a dry run's figures beside an independent count, and beside real tensors."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from runs import asked, train
@@ -8,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from conf.plan import plan
 from policies.decoding import GROWTH, LOGITS
 from policies.layers import replace_layers
+from policies.models import find_model, load_model
 from policies.scorer import Scorer
 from trainer.modes.preflight.cluster import Figures, measure
 from trainer.modes.preflight.ledger import Ledger
@@ -65,6 +68,21 @@ def test_a_rank_of_four_holds_and_sends_what_the_weights_say(folder):
     assert found.resident + largest <= found.checkpoint <= found.resident + 3 * largest
     assert found.host == pytest.approx(4 * size, abs=few)
     assert found.saved == pytest.approx(3 * size, abs=few)
+
+
+@pytest.mark.parametrize(("dtype", "copies"), [("bfloat16", 1), ("float32", 4)])
+def test_ranks_that_load_the_dtype_of_the_file_share_its_pages(dtype, copies, folder):
+    path = folder.removeprefix("policy.model=")
+    AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).save_pretrained(path)
+    model = load_model(find_model(path), dtype=dtype)
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    files = [(*(int(end, 16) for end in line[0].split("-")), line[-1]) for line in maps]
+    for p in model.parameters():
+        (name,) = (name for start, end, name in files if start <= p.data_ptr() < end)
+        assert name.endswith("model.safetensors") == (copies == 1)
+    size = sum(p.nbytes for p in model.parameters())
+    found = figures(*WORDS, folder, *FSDP2, f"policy.dtype={dtype}")
+    assert found.host == pytest.approx(copies * size, rel=0.01)
 
 
 def test_copies_of_shards_send_their_gradients_once_more(folder):
@@ -147,7 +165,7 @@ def test_one_process_plays_a_rank_of_many(tmp_path):
         (("policy.model=Qwen/Qwen2.5-32B-Instruct", "launch.num_processes=64",
           "policy.dtype=bfloat16", "policy.gradient_checkpointing=true",
           "trainer.prompts_per_iteration=64"),
-         5.7, 17.9, 66.8, 119, 122, 488),
+         5.7, 17.9, 66.8, 119, 122, 61),
     ],
 )  # fmt: skip
 def test_large_models(words, held, step, whole, gathered, reduced, host):

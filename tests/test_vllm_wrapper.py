@@ -17,7 +17,7 @@ from policies.chats.containers import Tokens
 from policies.load import load_policy
 from policies.padding import is_ragged, rows
 from policies.wrappers.vllm_engine import VLLMEngine, load_engine
-from policies.wrappers.vllm_wrapper import vLLMWrapper
+from policies.wrappers.vllm_wrapper import make_vllm_generator, vLLMWrapper
 from trainer.weight_sync import weight_sync
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine
@@ -134,6 +134,18 @@ def test_what_vllm_cannot_do_is_refused(engine, policy):
             vLLMWrapper(engine, generate_kwargs={key: value})(prompts())
     with pytest.raises(NotImplementedError, match="TransformersWrapper"):
         policy.get_new_version(generate=False).get_dist(spoken())
+
+
+@vllm_test
+def test_an_engine_has_room_for_the_longest_prompt_and_its_response(tmp_path):
+    """Its cache has to hold one such row, not one of all positions of the model."""
+    policy = load_policy("tiny", max_prompt_tokens=40, max_new_tokens=6)
+    generator = make_vllm_generator(policy, folder=tmp_path)
+    prompt = Tokens(prompt=torch.arange(40)[None])
+    td = TensorDict(tokens=prompt, batch_size=[1])
+    tokens = generator.get_new_version(input_mode="tokens", inplace=False)(td)["tokens"]
+    assert generator.scorer.llm.llm_engine.model_config.max_model_len == 46
+    assert tokens.full.shape[1] > 40
 
 
 @vllm_test

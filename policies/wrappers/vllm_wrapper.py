@@ -91,6 +91,12 @@ class vLLMWrapper(LLMWrapperBase):
         raise NotImplementedError("vLLM gives no distributions; use TransformersWrapper")
 
 
+def _longest(policy: Policy) -> int | None:
+    """Return the most tokens of a prompt, also of a later turn, and its response; None = any."""
+    prompt, new = policy.limits.max_prompt_tokens, policy.limits.max_new_tokens
+    return prompt and max(32, prompt + new)  # `trainer.weight_sync` scores 16
+
+
 def make_vllm_generator(
     policy: Policy,
     *,
@@ -122,6 +128,7 @@ def make_vllm_generator(
                 "several ranks on GPUs need policy.engine.url: vLLM takes the first GPU"
             )
         lora = lora_options(alone, policy.model.config.architectures) if alone else {}
+        engine["max_model_len"] = engine.get("max_model_len") or _longest(policy)
         loaded = load_engine(weights, dtype=dtype, **lora, **engine)
         loaded.adapter = alone if lora else None
     else:

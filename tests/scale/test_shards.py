@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from runs import metrics
-from sharded import CASES, ROUNDED, far, make_models, prepare, resume, run, start, tensors
+from sharded import (
+    CASES,
+    ROUNDED,
+    far,
+    linked,
+    make_models,
+    prepare,
+    ranks_of,
+    resume,
+    run,
+    start,
+    tensors,
+)
 
 pytestmark = pytest.mark.scale
 
@@ -29,18 +41,6 @@ def place(tmp_path_factory) -> Path:
     for way, names in WAYS.items():
         start(linked(at, way), *ranks_of(way), names)
     return at
-
-
-def linked(at: Path, name: str) -> Path:
-    """Return a new folder there with the models."""
-    (at / name).mkdir()
-    (at / name / "model").symlink_to(at / "model")
-    return at / name
-
-
-def ranks_of(way: str) -> tuple[int, str]:
-    ranks, _, launch = way.partition(" ")
-    return int(ranks), launch
 
 
 @pytest.fixture(scope="module")

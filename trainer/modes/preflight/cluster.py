@@ -81,7 +81,7 @@ def read_config(model: str) -> Any:
     """Return the config of a folder, a name of shapes.yaml or a model in the hub's cache."""
     shapes = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
     if values := shapes.get(model.removesuffix("-Instruct")):
-        return Qwen2Config(**dict(zip(NAMES, values, strict=True)))
+        return Qwen2Config(**dict(zip(NAMES, values, strict=True)), dtype="bfloat16")
     place = find_model(model).folder if model in (TINY, EMBEDDED) else Path(model).expanduser()
     with readable(place, f"config of a model; give such a folder or one of {', '.join(shapes)}"):
         return AutoConfig.from_pretrained(place, local_files_only=True)
@@ -248,9 +248,15 @@ def measure(parts: Any, settings: dict[str, Any]) -> Figures:
         weights=sum(p.numel() for p in weights), tokens=tokens, rows=rows, resident=resident,
         update=once, a_row=(large - once) // ((FAR - 1) * rows), step=rank.step_peak,
         calls=calls, sent=sent, gathered=gathered if alone else None, cache=int(cache),
-        evaluation=evaluation, checkpoint=checkpoint, host=rank.loaded * min(ranks, NODE),
-        saved=moments + rank.loaded,
+        evaluation=evaluation, checkpoint=checkpoint,
+        host=rank.loaded * copies_of(settings["policy"], ranks), saved=moments + rank.loaded,
     )  # fmt: skip
+
+
+def copies_of(policy: dict[str, Any], ranks: int) -> int:
+    """Return how often a host holds the weights that its ranks load; they share a file's pages."""
+    mapped = read_config(policy["model"]).dtype == getattr(torch, policy["dtype"])
+    return 1 if mapped else min(ranks, NODE)
 
 
 def tokens_of(settings: dict[str, Any]) -> int:
