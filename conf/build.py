@@ -103,7 +103,7 @@ def make_task(env: Section, *, needs_reward: bool = True) -> Any:
     for name, node in env["rewards"].items():
         try:
             built[name] = build({"_convert_": "all", **node})
-        except (TypeError, ValueError) as error:
+        except (ImportError, TypeError, ValueError) as error:
             raise ValueError(f"env.rewards.{name}: {error}") from error
     return find_target("envs.rewards.Rewarded")(task, built, task_weight=env["task_weight"])
 

@@ -25,6 +25,7 @@ from conf.build import (
 )
 from conf.check import walk
 from conf.schema import FOLDER, all_keys, changed, word
+from envs.rewards.validate import in_one_line
 from trainer.runs.failures import REFUSED, Refused, headline
 from trainer.surrogates import SURROGATES, find_surrogate
 
@@ -124,13 +125,13 @@ class Plan:
 def plan(config: Section) -> Plan:
     """Return the parts of a resolved configuration; no model is loaded.
 
-    `Refused`, a ValueError, for a key that no part takes. Modes other than training do not check
-    that: they leave parts out.
+    `Refused`, a ValueError, for a key that no part takes, or a target that cannot be imported.
+    Modes other than training do not check keys: they leave parts out.
     """
     try:
         return _plan(config)
-    except ValueError as error:
-        raise Refused(str(error)) from error
+    except Exception as error:  # importing a user's module may raise anything
+        raise Refused(in_one_line(error)) from error
 
 
 def check(file: TextIO) -> int:
@@ -141,7 +142,7 @@ def check(file: TextIO) -> int:
     for config in json.load(file):
         try:
             plan(config)
-        except Exception as error:  # importing a user's module may raise anything
+        except Refused as error:
             print(headline(error))
             return REFUSED
     return 0
@@ -153,6 +154,7 @@ def _plan(config: Section) -> Plan:
     critic = algorithm.get("critic")
     sizes = {"group_size": algorithm["group_size"], "max_turns": config["env"]["max_turns"]}
     tools = make_tools(config["env"]["tools"])
+    nodes_of(keys, config["observers"])  # a fault ends the run here; rank 0 builds them later
     parts = Plan(
         runtime=keys.give(RUNTIMES[config["launch"]["strategy"]], "policy", "launch"),
         policy=policy_part(keys),

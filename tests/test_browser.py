@@ -158,7 +158,12 @@ def write_run(folder: Path, *words: str, scale: float = 1.0, state: str = "finis
         for g in range(9):
             named = {**row, "group": g, "prompt": f"{g} of {i}"}
             said = [{**named, "response": f"<b>r{i}{g}{k}", "reward": k / 8} for k in range(8)]
-            tracker.replies([{**said[0], "pieces": pieces}, *said[1:]], i, kind="train")
+            chat = [
+                {"role": "tool", "content": f"<b>result {g}"},
+                {"role": "user", "content": LONG},
+            ]
+            first = {**said[0], "pieces": pieces, "messages": chat}
+            tracker.replies([first, *said[1:]], i, kind="train")
     for kind in ("before", "after"):
         tried = [{"kind": kind, "prompt": f"{k}", "response": LONG} for k in range(8)]
         tracker.replies(tried, 60, kind=kind)
@@ -244,7 +249,9 @@ def test_the_browser_of_replies_goes_through_iterations_and_finds_texts(browser,
     browser.run("document.querySelector('#browser .along button').click()")
     assert browser.all("#browser output") == ["iteration 9 of 60"]
     assert browser.all(f"{group} .prompt") == [f"{g} of 9" for g in range(6)]
-    assert len(browser.all(f"{group}:first-of-type .said .reply")) == 8
+    assert len(browser.all(f"{group}:first-of-type .said > .reply")) == 8
+    chat = browser.all(f"{group}:first-of-type .said details .reply")
+    assert chat == ["tool: <b>result 0", f"user: {LONG}"]
     assert "<b>r901" in browser.all(group)[0], "no markup"
     search = "document.querySelector('#browser [type=search]')"
     browser.run(f"{search}.value = '<B>R83'; {search}.dispatchEvent(new Event('input'))")

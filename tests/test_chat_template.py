@@ -356,6 +356,7 @@ def test_a_turn_is_learnt_after_the_prompt_that_it_answers(template, chat, said)
         assert done.ids[: len(before)] == before
         assert done.assistant == [i >= len(before) for i in range(len(done.ids))]
         assert decode(renderer.tokenizer, done.ids[len(before) :]) == turn + IM[1]
+        assert renderer.most_tokens(row["messages"], prompt=False, last_turn=True) >= len(done.ids)
 
 
 @pytest.mark.parametrize(
@@ -415,9 +416,50 @@ def test_a_template_without_an_end_is_refused(added, named, monkeypatch):
     assert signal.getsignal(signal.SIGVTALRM) == before
 
 
-def test_a_tokenizer_that_cannot_render_is_refused():
+@pytest.mark.parametrize("name", ["chatml", "hermes"])
+def test_a_tokenizer_that_cannot_render_is_refused(name):
     with pytest.raises(ValueError, match=r"<\|im_end\|> or an EOS token"):
-        Renderer(letters([]), "chatml")
+        Renderer(letters([]), name)
+
+
+SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALLED = '<tool_call>\n{"name": "f", "arguments": {"a": "\u00e9"}}\n</tool_call>'
+USING = [
+    {"role": "system", "content": " Be brief.\n", "tools": [SCHEMA]},
+    user("q"),
+    assistant("")
+    | {
+        "reasoning_content": " hm ",
+        "tool_calls": [
+            {"function": {"name": "f", "arguments": arguments}}
+            for arguments in ({"a": "\u00e9"}, '{"a": "\u00e9"}')
+        ],
+    },
+    {"role": "tool", "content": " 7\n"},
+    {"role": "tool", "content": "8"},
+    assistant("a "),
+]
+
+
+@pytest.mark.parametrize("end", [IM[1], "</s>"])
+def test_hermes_writes_tools_and_learns_calls_and_thoughts_but_no_results(end):
+    tokenizer = letters(["<|im_start|>", end], eos_token=end)
+    renderer = Renderer(tokenizer, "hermes")
+    first = renderer.text(USING[:2], add_generation_prompt=True)
+    assert first.startswith("<|im_start|>system\n Be brief.\n\n\n")
+    assert '<tools>\n{"type": "function", "function": {"name": "f", "parameters"' in first
+    assert first.endswith(f"{end}\n<|im_start|>user\nq{end}\n<|im_start|>assistant\n")
+    said = f"<think>\n hm \n</think>\n\n{CALLED}\n{CALLED}{end}"
+    results = "".join(
+        f"\n<|im_start|>tool\n<tool_response>\n{result}\n</tool_response>{end}"
+        for result in (" 7\n", "8")
+    )
+    following = f"{results}\n<|im_start|>assistant\n"
+    done = renderer.render(USING, require_assistant=True)
+    assert decode(tokenizer, done.ids) == f"{first}{said}{following}a {end}\n"
+    assert said_by(tokenizer, done) == f"{said}a {end}"
+    ids = renderer.render(USING[:3]).ids[:-1]  # as sampled, without the line after the turn
+    assert decode(tokenizer, renderer.extend(ids, USING[:3], USING[3:5])[len(ids) :]) == following
 
 
 def test_without_a_template_the_library_takes_chatml_and_says_so():

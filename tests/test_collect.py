@@ -27,6 +27,7 @@ from trainer.metrics import summarize
 from trainer.reference import Reference
 from trainer.runtime import Runtime
 from trainer.sources import Rollouts, pick_rows
+from trainer.transcripts import transcript
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,18 @@ def test_each_turns_reward_stands_on_its_last_sampled_token(uneven):
         assert uneven["success"][i]
     assert uneven["group_id"].tolist() == [g for g in range(3) for _ in range(6)]
     assert uneven["policy_version"].tolist() == [7] * 18, "of the weights that sampled"
+
+
+def test_a_transcript_of_several_turns_has_all_messages(uneven):
+    for i in range(18):
+        record = transcript(uneven, i, 1, kind="train")
+        chat = record.get("messages", [])
+        assert len(chat) == (0, 6, 8)[i // 6]
+        assert chat[:3] == FEW_SHOT[: len(chat)]
+        assert all(m == {"role": "user", "content": "again"} for m in chat[4::2])
+        said = [m["content"] for m in chat[3::2]] or [record["response"]]
+        assert "\n".join(said) == record["response"]
+        assert {m["role"] for m in chat[3::2]} <= {"assistant"}
 
 
 def test_assistant_turns_of_the_prompt_are_the_assistants_but_not_sampled(uneven):
@@ -205,7 +218,7 @@ def test_every_entry_of_a_batch_is_in_the_table_with_its_shape_and_dtype(made) -
             assert key is not None, f"{path} is not in trainer/batch.py"
             seen.add(key)
             shape, _, dtype = KEYS[key].kind.rpartition(" ")
-            if dtype == "text":
+            if dtype in ("text", "list"):
                 assert isinstance(value, NonTensorStack), path
                 continue
             assert value.shape in [shapes[s] for s in shape.split(" or ")], path

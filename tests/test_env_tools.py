@@ -77,10 +77,10 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize("family", FORMATS)
-def test_calls_are_read_as_the_template_writes_them(family):
+@pytest.mark.parametrize(("family", "name"), [("hermes", "hermes"), *((f, "") for f in FORMATS)])
+def test_calls_are_read_as_the_template_writes_them(family, name):
     two, broken = (FORMATS[family][key] for key in ("two", "broken"))
-    calls = reader(template(family))
+    calls = reader(name or template(family))
     assert read(calls, two) == WANTED
     for text in [broken] if isinstance(broken, str) else broken:
         assert read(calls, text)

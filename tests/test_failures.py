@@ -67,6 +67,14 @@ def test_a_failure_leaves_its_line_and_traceback_without_secrets(tmp_path, monke
     assert len(reason) < 2_200
 
 
+def test_a_line_does_not_name_a_traceback_that_is_removed(tmp_path):
+    (made := tmp_path / f"{TEMPORARY}made").mkdir()
+    record_failure(made, KeyError("a"))
+    reason = read_status(made)["reason"]
+    assert reason.startswith("KeyError: 'a' (traceback: ")
+    assert TEMPORARY not in reason
+
+
 def test_a_failure_on_a_full_disk_is_in_the_status_or_printed(tmp_path, capsys, monkeypatch):
     def fail(*_):
         raise FULL

@@ -26,7 +26,7 @@ def fit(room, name="chatml"):
     return LengthFilter(renderer, room, env, True, "a limit", "raise it")
 
 
-@pytest.mark.parametrize("name", ["chatml", "qwen", "llama"])
+@pytest.mark.parametrize("name", ["chatml", "hermes", "qwen", "llama"])
 def test_the_bound_by_bytes_is_never_below_the_tokens(name):
     renderer = fit(10, name).renderer
 

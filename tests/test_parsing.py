@@ -22,15 +22,18 @@ LLAMA = {
     for role in ("system", "user", "assistant", "tool")
 }
 LINES = {"system": ("", "\n\n"), "user": ("User: ", "\n\n"), "assistant": ("Assistant: ", "\n\n")}
+QWEN = {role: around for role, around in CHATML.items() if role != "tool"}
 HAND = {
     "chatml": ("", CHATML),
-    "qwen": ("", {k: v for k, v in CHATML.items() if k != "tool"}),
+    "hermes": ("", QWEN),
+    "qwen": ("", QWEN),
     "llama": ("<|begin_of_text|>", LLAMA),
     "deepseek": (BOS, LINES | {"assistant": ("Assistant: ", EOS)}),
     "falcon": ("", LINES),
     "dialogpt": ("", {"user": ("", END), "assistant": ("", END)}),
 }
-EOS_OF = {"chatml": "<|im_end|>", "qwen": "<|im_end|>", "llama": "<|eot|>", "deepseek": EOS}
+EOS_OF = dict.fromkeys(("chatml", "hermes", "qwen"), "<|im_end|>")
+EOS_OF |= {"llama": "<|eot|>", "deepseek": EOS}
 EOS_OF |= {"falcon": END, "dialogpt": END}
 MARKUP = ["<|im_start|>", "<|im_end|>", "<|header_start|>", "<|header_end|>", "<|eot|>"]
 PROMPT = [{"role": "user", "content": "Hi"}]

@@ -189,6 +189,10 @@ REFUSED = [  # words, and the key that no part takes
     (["+env.transforms.steps={_target_: envs.transforms.StepCounter, foo: 1}"], "foo: envs"),
     (["kl.controller={_target_: trainer.LinearKLController, end: 0, foo: 1}"], "foo: trainer"),
     (["algorithm.rows=demonstrations", *OFF], "algorithm.rows=prompts, which trainer.Rollouts"),
+    (["env.max_turns=2", "+env.tools.mine._target_=no_file.f"], "'no_file'; expected it in"),
+    (["+observers.mine._target_=no_file.Mine"], "No module named 'no_file'"),
+    ([f"+observers.mine._target_={HERE}.Mine"], "test_plan has no Mine"),
+    (["+env.rewards.mine._target_=no_file.Mine"], "^env.rewards.mine: No module named 'no_file'"),
 ]  # fmt: skip
 
 

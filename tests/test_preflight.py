@@ -16,6 +16,7 @@ from policies.models import find_model, load_tokenizer
 from trainer.modes.preflight import costs
 from trainer.modes.preflight.costs import at_limits, memory_of
 from trainer.modes.preflight.profile import Phase, restart_peak
+from trainer.modes.preflight.tokens import table
 from trainer.runtime import peak_memory
 
 SMALL = (
@@ -36,6 +37,17 @@ def test_a_phase_is_scaled_to_the_limits_but_not_what_is_there_whatever_the_leng
     assert at_limits(phase, scale=0.5) == 130, "what was measured can happen"
     assert at_limits(phase, scale=2.0, gradients=20) == 140
     assert at_limits(phase, scale=2.0, gradients=50) == 130
+
+
+@pytest.mark.parametrize("size", [1, 63, 500, 5000])
+def test_the_table_shows_up_to_600_letters_of_a_run(size):
+    text = "".join(f"{i:04} " for i in range(size // 5 + 1))[:size]
+    _, *lines, ids = (line.plain for line in table([*range(size)], [*text], [False] * size))
+    shown = "".join(line[14:] for line in lines)
+    assert shown == (text if size <= 600 else f"{text[:300]}...{text[-300:]}")
+    assert max(map(len, lines)) <= 77
+    assert lines[0].split()[:2] == [str(size), "-"]
+    assert len(ids) < 77
 
 
 def test_the_peak_is_that_of_its_own_time():

@@ -30,6 +30,7 @@ from policies.load import load_policy
 from policies.models import find_model, load_tokenizer
 from policies.random import fold
 from trainer.collect import collect
+from trainer.transcripts import transcript
 
 
 def add(a: int, b: float = 1.0) -> float:
@@ -217,6 +218,8 @@ def test_results_are_never_control_tokens_and_sampled_ids_never_change(tools, la
             control = [x for x in between if x in tokenizer.added_tokens_decoder]
             assert control == [end] * (reply[-1] != end) + [start, end, start]
             assert f"{label}{NASTY}<|im_end|>" in tokenizer.decode(between)
+        shown = transcript(batch, i, 1, kind="train")["messages"]
+        assert [m["content"] for m in shown if m["role"] == "tool"] == [f"{label}{NASTY}"] * 2
         for reply in runs[1::2]:
             again = tokenizer(tokenizer.decode(reply), add_special_tokens=False)["input_ids"]
             changed += again != reply

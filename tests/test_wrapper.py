@@ -157,7 +157,8 @@ DROPS = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {{ m['content'].split('</think>')[-1] if m['role'] == 'assistant' else m['content'] }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-NAMED = {name: {"chat_template_name": name} for name in ("qwen", "llama", "deepseek", "falcon")}
+NAMES = ("hermes", "qwen", "llama", "deepseek", "falcon")
+NAMED = {name: {"chat_template_name": name} for name in NAMES}
 
 
 @pytest.mark.parametrize("template", [*NAMED.values(), {"chat_template": DROPS}])

@@ -40,6 +40,7 @@ KEYS: dict[NestedKey, Entry] = {
     "system": Entry("[B] text", "system message of the prompt, or empty"),
     "answer": Entry("[B] text", "correct answer, if the row has one"),
     "response": Entry("[B] text", "replies of all turns, joined"),
+    "messages": Entry("[B] list", "all messages of a chat of several turns, else empty"),
     ("logged", "<metric>"): Entry(
         "[B, T] or [B] any",
         "metric of a verb: logged as mean over sampled tokens or over rows",

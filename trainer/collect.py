@@ -7,7 +7,7 @@ a turn's task reward is at its last sampled token. Dropped groups have no reward
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from envs.env import EnvBase
@@ -42,6 +42,7 @@ class Trajectories:
         self.prompts = _last_contents(first, "prompt")
         self.systems = _system_contents(first)
         self.texts: list[list[str]] = [[] for _ in range(size)]
+        self.messages: list[list[dict]] = [[] for _ in range(size)]  # of chats that went on
         ids, assistant = first.get(("tokens", "full")), first.get(("masks", "all_assistant_mask"))
         self.append(torch.arange(size, device=device), prompt, ids=ids, assistant=assistant)
 
@@ -77,6 +78,8 @@ class Trajectories:
             total[cpu_rows] += value.cpu().double()
         for row, text in zip(cpu_rows.tolist(), _last_contents(td, "response"), strict=True):
             self.texts[row].append(text)
+            if chat := self.messages[row]:
+                chat.append({"role": "assistant", "content": text})
 
     def extend(self, rows: Tensor, td: TensorDictBase, policy: Generator) -> Tensor:
         """Append the tokens after a reply: the env's messages and the next generation prompt.
@@ -86,6 +89,8 @@ class Trajectories:
         """
         before = td.get(("history", "full")).chats()
         after = td.get(("next", "history", "prompt")).chats()
+        for row, chat in zip(rows.tolist(), after, strict=True):
+            self.messages[row] = [{k: v for k, v in m.items() if k != "tools"} for m in chat]
         last = self.tokens["ids"][rows, self.lengths[rows] - 1].tolist()
         unanswered = any(len(a) == len(b) for b, a in zip(before, after, strict=True))
         if "step_count" not in td.get("next") and unanswered:  # the chat would never end
@@ -140,6 +145,7 @@ class Trajectories:
         batch.set("prompt", NonTensorStack(*self.prompts))
         batch.set("system", NonTensorStack(*self.systems))
         batch.set("response", NonTensorStack(*["\n".join(texts) for texts in self.texts]))
+        batch.set("messages", NonTensorStack(*map(NonTensorData, self.messages)))
         return _without_dropped(batch)
 
 

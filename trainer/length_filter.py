@@ -53,14 +53,16 @@ class LengthFilter:
     def _size(self, row: Row) -> int:
         """Return the tokens of a row's longest chat; 0 if its bytes already fit."""
         size, chats = 0, [self.env.messages(row)]
+        last_turn = "last_turn" in row
         options = {"add_generation_prompt": self.prompt, "require_assistant": not self.prompt}
-        options |= {"last_turn": "last_turn" in row}
         if "rejected" in row and not self.prompt:
             chats = [[*chats[0], assistant(row[name])] for name in ("chosen", "rejected")]
         with naming(row):
             for chat in chats:
-                if self.renderer.most_tokens(chat, prompt=self.prompt) > self.room:
-                    size = max(size, len(self.renderer.render(chat, **options).ids))
+                most = self.renderer.most_tokens(chat, prompt=self.prompt, last_turn=last_turn)
+                if most > self.room:
+                    done = self.renderer.render(chat, last_turn=last_turn, **options)
+                    size = max(size, len(done.ids))
         return size
 
 

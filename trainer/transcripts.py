@@ -43,6 +43,7 @@ def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> d
     parts = batch.get("reward_part", TensorDict())
     advantage, penalty = batch.get("advantage", None), batch.get("kl_penalty", None)
     none = advantage is None or not bool(mask.any())
+    messages = batch.get("messages")[i].data if "messages" in batch else []
     system = batch.get("system")[i].data if "system" in batch else ""
     return {
         "iteration": iteration,
@@ -52,6 +53,7 @@ def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> d
         "prompt": batch.get("prompt")[i].data,
         "answer": batch.get("answer")[i].data or None if "answer" in batch else None,
         "response": batch.get("response")[i].data,
+        **({"messages": messages} if messages else {}),
         "reward": _short(batch.get("reward_raw")[i].sum()),
         "parts": {n: _short(v[i]) for n, v in parts.items() if not bool(v[i].isnan())},
         "advantage": None if none else _short(advantage[i][mask].mean()),

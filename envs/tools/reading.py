@@ -25,7 +25,6 @@ ERRORS = (
     RecursionError,
     TimeoutError,
 )  # of responses that are not well formed
-REMEDY = "set policy.chat_template=<a template that does>"
 ARGUMENTS = {"text": 'say "7"\nor so', "number": 7}
 SCHEMA = {
     "type": "function",
@@ -65,9 +64,9 @@ class CallReader:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         question = {"role": "user", "content": "Go.", "tools": [SCHEMA]}
-        before = renderer.text([question])
+        before, remedy = renderer.text([question]), renderer.remedy_for_tools
         if SCHEMA["function"]["name"] not in before:
-            raise ValueError(f"env.tools: {renderer.name} writes no tools; {REMEDY}")
+            raise ValueError(f"env.tools: {renderer.name} writes no tools; {remedy}")
         prompt = renderer.text([question], add_generation_prompt=True)
         self._start = prompt.removeprefix(before)  # the generation prompt; it may open thoughts
         ends = [renderer.tokenizer.decode(end) for end in renderer.stop_ids]
@@ -78,7 +77,7 @@ class CallReader:
 
         one = written(1)
         if SCHEMA["function"]["name"] not in one:
-            raise ValueError(f"env.tools: {renderer.name} writes no calls; {REMEDY}")
+            raise ValueError(f"env.tools: {renderer.name} writes no calls; {remedy}")
         templates = [getattr(renderer.tokenizer, "response_template", None), *formats().values()]
         for template in filter(None, templates):
             self.template = template

@@ -127,16 +127,18 @@ class Renderer:
             )
         return done
 
-    def most_tokens(self, messages: Sequence[Message], *, prompt: bool) -> float:
+    def most_tokens(
+        self, messages: Sequence[Message], *, prompt: bool, last_turn: bool = False
+    ) -> float:
         """Return an upper bound of a chat's tokens from its bytes, without encoding it.
 
         Returns inf if the tokenizer may lengthen texts.
         """
         if self._growth == inf or any(len(message) > 2 for message in messages):
             return inf
-        roles = (prompt, *(message["role"] for message in messages))
+        roles = (prompt, last_turn, *(message["role"] for message in messages))
         if roles not in self._sizes:
-            pieces = self._outlines.of(check_messages(messages), prompt).pieces
+            pieces = self._outlines.of(check_messages(messages), prompt, last_turn).pieces
             size = sum(len(p.text.encode()) for p in pieces if p.message is None) + len(pieces)
             self._sizes[roles] = size, [p.message for p in pieces if p.message is not None]
         size, places = self._sizes[roles]
@@ -182,6 +184,11 @@ class Renderer:
                 self._gaps.clear()
             self._gaps[key] = gap
         return gap
+
+    @property
+    def remedy_for_tools(self) -> str:
+        """The remedy for a template that writes no tools."""
+        return self._outlines.remedy_for_tools
 
     @cached_property
     def rewrites_turns(self) -> bool:

@@ -521,8 +521,8 @@ class Outlines:
             for key in WRITTEN:
                 if message.get(key) and not self.writes[key]:
                     raise ValueError(
-                        f"message {i}, {key}: {self.label} writes no {key}; set "
-                        f"policy.chat_template=<a template that does>, or remove {key} from the row"
+                        f"message {i}, {key}: {self.label} writes no {key}; "
+                        f"{self.remedy_for_tools}, or remove {key} from the row"
                     )
 
     @cached_property
@@ -579,9 +579,17 @@ class Outlines:
     @cached_property
     def remedy(self) -> str:
         """Return the remedy for a template that does not fit, in the model's own tokens."""
-        if set(CHATML_TOKENS) <= set(self._encoder.added.values()):
-            return "set policy.chat_template=chatml"
-        return "set policy.chat_template=<another template of this model>"
+        name = "chatml" if self._has_chatml() else "<another template of this model>"
+        return f"set policy.chat_template={name}"
+
+    @property
+    def remedy_for_tools(self) -> str:
+        """Return the remedy for a template without a place for tools, calls or thoughts."""
+        name = "hermes" if self._has_chatml() else "<a template of this model that does>"
+        return f"set policy.chat_template={name}"
+
+    def _has_chatml(self) -> bool:
+        return set(CHATML_TOKENS) <= set(self._encoder.added.values())
 
     def control_markers(self, text: str) -> list[Marker]:
         """Return the control tokens of a text with their places, in order."""

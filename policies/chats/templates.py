@@ -39,6 +39,7 @@ _DEEPSEEK = {
 }
 KNOWN = {  # the .jinja files and their special tokens
     "chatml_format": {"eos_token": "<|endoftext|>"},
+    "hermes": {"eos_token": "<|endoftext|>"},
     "qwen": {"eos_token": "<|endoftext|>"},
     "llama": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot|>"},
     "deepseek": _DEEPSEEK,
@@ -147,8 +148,9 @@ def _known(name: str) -> Template:
 
 
 def _with_end(template: Template, tokenizer: Any) -> Template:
-    """Return ChatML with an end of turn that the tokenizer has; other templates unchanged."""
-    if tokenizer is None or template.text != _known("chatml_format").text:
+    """Return ChatML or hermes with an end of turn that the tokenizer has; others unchanged."""
+    adapted = [_known(name).text for name in ("chatml_format", "hermes")]
+    if tokenizer is None or template.text not in adapted:
         return template
     if "<|im_end|>" in tokenizer.get_added_vocab():
         return template

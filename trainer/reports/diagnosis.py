@@ -91,6 +91,13 @@ def not_finite(past: Past) -> Values:
     return {"names": ", ".join(names)} if names else None
 
 
+def calls_fail(past: Past) -> Values:
+    """Report that 9 of 10 tool calls fail in each of the last three iterations."""
+    calls, failures = past.last("tools/calls", 3), past.last("tools/failures", 3)
+    shares = [failed / total for failed, total in zip(failures, calls, strict=False) if total]
+    return {"failed": shares[-1]} if len(shares) == 3 and min(shares) >= 0.9 else None
+
+
 def falling(past: Past) -> Values:
     """Report a run that lost half of its gain, or fell below its start, by five standard errors.
 

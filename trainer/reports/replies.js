@@ -43,7 +43,9 @@
     const parts = Object.entries(row.parts || {}).map(([name, value]) => `${name} ${short(value)}`);
     const text = row.pieces ? make("div", "reply heat", ...tokens(row.pieces, most))
       : make("div", "reply", row.response);
-    return make("div", "said", text, make("div", "facts", facts.filter(Boolean).join(" \u00b7 ")),
+    const chat = (row.messages || []).map(({role, content}) => make("div", "reply", `${role}: ${content}`));
+    return make("div", "said", text, chat.length ? make("details", "", make("summary", "", "chat"), ...chat) : null,
+      make("div", "facts", facts.filter(Boolean).join(" \u00b7 ")),
       parts.length ? make("div", "facts", `parts: ${parts.join(", ")}`) : null);
   };
 

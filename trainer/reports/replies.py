@@ -17,7 +17,7 @@ MOST, MOST_EVAL = 2**21, 2**20  # bytes of the file: replies in training, to hel
 PAIRS = 6  # held-out prompts whose replies before and after training are shown
 Reply = dict[str, Any]  # a row of transcripts.jsonl
 Key = tuple[str, int]  # kind and iteration of a row
-_SHOWN = ("reward", "parts", "advantage", "kl", "truncated", "rank", "pieces")
+_SHOWN = ("messages", "reward", "parts", "advantage", "kl", "truncated", "rank", "pieces")
 # Quotes within a text are escaped, so no reply matches this.
 _PLACE = re.compile(rb'"iteration": (\d+), "kind": "(\w+)"')
 

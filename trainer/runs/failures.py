@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from policies.cache import write_text
-from trainer.runs.folders import is_main_rank
+from trainer.runs.folders import TEMPORARY, is_main_rank
 from trainer.runs.redact import redact_text
 from trainer.runs.run_files import read_status
 from trainer.runs.run_log import TERMINAL, VERBOSE
@@ -70,7 +70,8 @@ def record_failure(folder: Path, error: BaseException) -> int:
     """
     path, line = folder / "errors" / f"rank{os.environ.get('RANK', '0')}.txt", headline(error)
     if line.startswith(type(error).__name__):
-        line += f" (traceback: {path})"
+        removed = folder.name.startswith(TEMPORARY)
+        line += f" (traceback: {'by HYDRA_FULL_ERROR=1' if removed else path})"
     line = redact_text(line)[:LONG]
     text = redact_text("".join(traceback.format_exception(error))[:LONGEST])
     with suppress(OSError):  # the disk may be full, or the folder removed

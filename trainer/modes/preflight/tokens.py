@@ -10,7 +10,8 @@ from trainer.trainer import Trainer
 from trainer.transcripts import token_texts
 
 SHOWN = 2  # rows; for rollouts the first of two groups
-WIDTH = 77  # letters of a line
+WIDTH = 63  # letters of a line of text
+HALF = 300  # letters that are shown of each end of a longer run
 FIRST, LAST = 8, 4  # ids of a run that are shown
 NO_TOKEN = "no row of the first batch has a token to learn"
 WRITES_END = "set policy.chat_template=<a template that writes one after a response>"
@@ -22,8 +23,9 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
     if samples := "reward_raw" in batch:
         groups = batch.get("group_id").tolist()
         places = sorted({group: i for i, group in reversed(list(enumerate(groups)))}.values())
-    name = f"chat template {policy.renderer.name}"
-    findings.section(f"Tokens of the first rows, and whether they are learnt ({name})")
+    findings.section(
+        f"Tokens of the first rows, and whether they are learnt ({policy.renderer.name})"
+    )
     for i in places[:SHOWN]:
         size = int(batch.get(("masks", "all_attention_mask"))[i].sum())  # rows are right-padded
         ids = batch.get(("tokens", "full"))[i, :size].tolist()
@@ -66,17 +68,18 @@ def find_unlearnt_end(loop: Trainer) -> list[str]:
 
 
 def table(ids: list[int], texts: list[str], mask: list[bool]) -> list[Text]:
-    """Render a row as two lines, text and ids, for each run of learnt or of unlearnt tokens."""
+    """Render a row as lines of text and one of ids for each run of learnt or unlearnt tokens."""
     runs = [list(run) for _, run in groupby(range(len(mask)), key=mask.__getitem__)]
     out = [Text(f"{'tokens':>6} {'learnt':<6} text", style="bold")]
     for run in runs:
         head = f"{len(run):>6} {'yes' if mask[run[0]] else '-':<6} "
         text = "".join(texts[run[0] : run[-1] + 1]).replace("\n", "\\n")
         text = "".join(c if c.isprintable() else " " for c in text)
-        half = (WIDTH - len(head) - 3) // 2
-        text = text if len(text) <= 2 * half + 3 else f"{text[:half]}...{text[-half:]}"
+        text = text if len(text) <= 2 * HALF + 3 else f"{text[:HALF]}...{text[-HALF:]}"
         style = "green" if mask[run[0]] else "dim"
-        out.append(Text(head + text, style=style))
+        for place in range(0, max(len(text), 1), WIDTH):
+            out.append(Text(head + text[place : place + WIDTH], style=style))
+            head = " " * len(head)
         numbers = [str(i) for i in ids[run[0] : run[-1] + 1]]
         if len(numbers) > FIRST + LAST:
             numbers = [*numbers[:FIRST], "...", *numbers[-LAST:]]
