@@ -50,8 +50,15 @@ class Case:
 # What the papers say. `curr` has the gradient; each returns what is minimised.
 
 
-def k3(curr: Tensor, ref: Tensor) -> Tensor:
-    return torch.exp(ref - curr) - (ref - curr) - 1
+def k3(c: Case, curr: Tensor, i: int, t: int) -> Tensor:
+    """arXiv 2402.03300 eq. 4."""
+    ahead = c.ref[i, t] - curr[i, t]
+    return torch.exp(ahead) - ahead - 1
+
+
+def k3_ratio(c: Case, curr: Tensor, i: int, t: int) -> Tensor:
+    """arXiv 2512.02556 eq. 7: the ratio has a gradient too."""
+    return torch.exp(curr[i, t] - c.gen[i, t]) * k3(c, curr, i, t)
 
 
 def clip(r: Tensor, a: float, low: float, high: float) -> Tensor:
@@ -89,20 +96,32 @@ def over_most(c: Case, term: Callable[[int, int], Tensor]) -> Tensor:
 
 
 def clipped(
-    c: Case, curr: Tensor, a: list[float], over: Callable, low: float, high: float, beta: float
+    c: Case,
+    curr: Tensor,
+    a: list[float],
+    over: Callable,
+    low: float,
+    high: float,
+    beta: float,
+    kl: Callable = k3_ratio,
 ) -> Tensor:
-    """Return the mean `over` tokens of PPO's clipped term less beta k3, to be minimised."""
+    """Return the mean `over` tokens of PPO's clipped term less beta kl, to be minimised."""
 
     def term(i: int, t: int) -> Tensor:
         r = torch.exp(curr[i, t] - c.gen[i, t])
-        return clip(r, a[i], low, high) - beta * k3(curr[i, t], c.ref[i, t])
+        return clip(r, a[i], low, high) - beta * kl(c, curr, i, t)
 
     return -over(c, term)
 
 
 def grpo(c: Case, curr: Tensor) -> Tensor:
-    """arXiv 2402.03300 eq. 3 and 4, all tokens alike (arXiv 2503.14476 eq. 8)."""
+    """arXiv 2402.03300 eq. 3, all tokens alike (arXiv 2503.14476 eq. 8)."""
     return clipped(c, curr, standard(c), over_tokens, 0.2, 0.2, BETA)
+
+
+def grpo_k3(c: Case, curr: Tensor) -> Tensor:
+    """The same with the paper's own KL, eq. 4."""
+    return clipped(c, curr, standard(c), over_tokens, 0.2, 0.2, BETA, k3)
 
 
 def dapo(c: Case, curr: Tensor) -> Tensor:
@@ -189,7 +208,7 @@ def gspo(c: Case, curr: Tensor) -> Tensor:
     for i in c.rows:
         log_ratio = sum(curr[i, t] - c.gen[i, t] for t in c.kept[i]) / len(c.kept[i])
         total = total + clip(torch.exp(log_ratio), a[i], 3e-4, 4e-4) / len(c.rows)
-    return -total + BETA * over_rows(c, lambda i, t: k3(curr[i, t], c.ref[i, t]))
+    return -total + BETA * over_rows(c, lambda i, t: k3_ratio(c, curr, i, t))
 
 
 def cispo(c: Case, curr: Tensor) -> Tensor:
@@ -198,7 +217,7 @@ def cispo(c: Case, curr: Tensor) -> Tensor:
 
     def term(i: int, t: int) -> Tensor:
         weight = min(math.exp(float(curr[i, t].detach() - c.gen[i, t])), 5.0)
-        return weight * a[i] * curr[i, t] - BETA * k3(curr[i, t], c.ref[i, t])
+        return weight * a[i] * curr[i, t] - BETA * k3_ratio(c, curr, i, t)
 
     return -over_tokens(c, term)
 
@@ -215,8 +234,8 @@ def dppo(c: Case, curr: Tensor, divergence: str = "tv", most: float = 0.15) -> T
             rest = (1 - then) * math.log((1 - then) / (1 - now))
             distance = then * math.log(then / now) + rest
         if distance > most and a[i] * (now - then) > 0:
-            return -BETA * k3(curr[i, t], c.ref[i, t])
-        return a[i] * torch.exp(curr[i, t] - c.gen[i, t]) - BETA * k3(curr[i, t], c.ref[i, t])
+            return -BETA * k3_ratio(c, curr, i, t)
+        return a[i] * torch.exp(curr[i, t] - c.gen[i, t]) - BETA * k3_ratio(c, curr, i, t)
 
     return -over_most(c, term)
 
@@ -236,9 +255,10 @@ def minor_sft(c: Case, curr: Tensor) -> Tensor:
 
 
 EACH = (grpo, gdpo, dapo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, bnpo, gspo, cispo)
-PAPERS = {f.__name__: f for f in (*EACH, dppo, dppo_kl, minor_sft)}
+PAPERS = {f.__name__: f for f in (*EACH, grpo_k3, dppo, dppo_kl, minor_sft)}
 WORDS = {
     "grpo": ("experiment=grpo_tiny", "algorithm=grpo"),
+    "grpo_k3": ("experiment=grpo_tiny", "algorithm=grpo", "kl.estimator=k3"),
     "gdpo": ("experiment=gdpo_tiny", "algorithm.part_weights={right: 1, speed: 0.5}"),
     "dppo_kl": ("experiment=dppo_tiny", "algorithm.surrogate=kl_mask", "algorithm.kl_bound=0.06"),
 }

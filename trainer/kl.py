@@ -37,7 +37,7 @@ class Leash:
     learnt: ClassVar = reads(("log_probs", "full"), ("ref_log_probs", "full"))
 
     controller: KLControllerBase
-    estimator: str | Estimator = "k3"
+    estimator: str | Estimator = "k3_ratio"
     where: str = "loss"
     allow_biased: bool = False
     jsd_weight: float = 0.5
