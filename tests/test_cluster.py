@@ -70,6 +70,7 @@ def test_a_rank_of_four_holds_and_sends_what_the_weights_say(folder):
     assert found.saved == pytest.approx(3 * size, abs=few)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(("dtype", "copies"), [("bfloat16", 1), ("float32", 4)])
 def test_ranks_that_load_the_dtype_of_the_file_share_its_pages(dtype, copies, folder):
     path = folder.removeprefix("policy.model=")
@@ -85,12 +86,14 @@ def test_ranks_that_load_the_dtype_of_the_file_share_its_pages(dtype, copies, fo
     assert found.host == pytest.approx(copies * size, rel=0.01)
 
 
+@pytest.mark.runs
 def test_copies_of_shards_send_their_gradients_once_more(folder):
     whole, halves = (figures(*WORDS, folder, *FSDP2, *more) for more in ((), ("launch.shards=2",)))
     assert halves.resident == pytest.approx(2 * whole.resident, rel=0.01)
     assert halves.sent == whole.sent | {"all-reduce": 4 * WEIGHTS // 2}
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("more", [(), ("launch.num_processes=4",)])
 def test_peaks_are_those_of_real_tensors(folder, more):
     found = figures(*WORDS, folder, "kl.measure=false", "kl.coeff=0", *more)
