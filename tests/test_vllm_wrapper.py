@@ -137,18 +137,6 @@ def test_what_vllm_cannot_do_is_refused(engine, policy):
 
 
 @vllm_test
-def test_an_engine_has_room_for_the_longest_prompt_and_its_response(tmp_path):
-    """Its cache has to hold one such row, not one of all positions of the model."""
-    policy = load_policy("tiny", max_prompt_tokens=40, max_new_tokens=6)
-    generator = make_vllm_generator(policy, folder=tmp_path)
-    prompt = Tokens(prompt=torch.arange(40)[None])
-    td = TensorDict(tokens=prompt, batch_size=[1])
-    tokens = generator.get_new_version(input_mode="tokens", inplace=False)(td)["tokens"]
-    assert generator.scorer.llm.llm_engine.model_config.max_model_len == 46
-    assert tokens.full.shape[1] > 40
-
-
-@vllm_test
 def test_scores_are_at_the_temperature_of_each_row_and_only_where_asked(policy):
     td = policy(prompts()).exclude("history", "text")
     td.set("temperature", torch.tensor([0.5, 1.0, 2.0]))
@@ -223,3 +211,16 @@ def test_without_vllm_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ImportError, match=r"pip install -e '\.\[vllm\]'"):
         vLLMWrapper("tiny")
+
+
+# A second engine in the process ends the fixture's.
+@vllm_test
+def test_an_engine_has_room_for_the_longest_prompt_and_its_response(tmp_path):
+    """Its cache has to hold one such row, not one of all positions of the model."""
+    policy = load_policy("tiny", max_prompt_tokens=40, max_new_tokens=6)
+    generator = make_vllm_generator(policy, folder=tmp_path)
+    prompt = Tokens(prompt=torch.arange(40)[None])
+    td = TensorDict(tokens=prompt, batch_size=[1])
+    tokens = generator.get_new_version(input_mode="tokens", inplace=False)(td)["tokens"]
+    assert generator.scorer.llm.llm_engine.model_config.max_model_len == 46
+    assert tokens.full.shape[1] > 40
