@@ -22,7 +22,7 @@ OUTSIDE = 2 * VOCABULARY * WIDTH + WIDTH  # embeddings, head, norm
 WEIGHTS = LAYERS * LAYER + OUTSIDE
 TOKENS = 24 + 40  # of a sequence
 WORDS = ["experiment=grpo_tiny", "preflight=true", "preflight_gpu=80", "policy.autocast=bfloat16"]
-WORDS += ["policy.max_prompt_tokens=24", "policy.max_new_tokens=40", "kl.estimator=k3"]
+WORDS += ["policy.max_prompt_tokens=24", "policy.max_new_tokens=40", "kl.estimator=k3_ratio"]
 WORDS += ["trainer.micro_batch_tokens=128"]
 FSDP2 = ["launch=fsdp2", "launch.num_processes=4"]
 QWEN = ["experiment=grpo_qwen", *WORDS[1:3], "trainer.micro_batch_tokens=4096", "kl.coeff=0"]
