@@ -18,13 +18,8 @@ import yaml
 from policies.chats.chat_template import Renderer
 from policies.chats.rendering import bounded, make_call
 
-ERRORS = (
-    ValueError,
-    KeyError,
-    TypeError,
-    RecursionError,
-    TimeoutError,
-)  # of responses that are not well formed
+# Of responses that are not well formed.
+ERRORS = (ValueError, KeyError, TypeError, RecursionError, TimeoutError)
 ARGUMENTS = {"text": 'say "7"\nor so', "number": 7}
 SCHEMA = {
     "type": "function",

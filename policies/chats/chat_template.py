@@ -215,14 +215,14 @@ class Renderer:
         placed = all(pieces[bisect_right(ends, at)].message is None for at in starts)
         if placed and self._encoder.find_control(ids) == control:
             parts = zip(pieces, texts, ends, strict=True)
-            spans = {(e - len(t), e): p.turn for p, t, e in parts if t and p.turn is not None}
+            spans = {(e - len(t), e): p.turn for p, t, e in parts if t and p.turn != OUTSIDE}
             return Rendered(ids, turns_of(offsets, spans, len(text)))
         ids, turns = [], []
         for piece, text in zip(pieces, texts, strict=True):
             from_template = piece.message is None
             part = self._encoder.encode(text)[0] if from_template else self._encoder.spell(text)
             ids += part
-            turns += [OUTSIDE if piece.turn is None else piece.turn] * len(part)
+            turns += [piece.turn] * len(part)
         return Rendered(ids, turns)
 
     def _encode_rewritten(

@@ -43,7 +43,7 @@ class Piece:
 
     text: str
     message: int | None = None  # index of the content's message; None = the template's text
-    turn: int | None = None  # which assistant turn, from 0; None = outside the assistant mask
+    turn: int = OUTSIDE  # which assistant turn, from 0
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def cut(text: str, placeholders: Sequence[str], spans: Sequence[Span]) -> list[P
     borders = sorted({0, len(text), *(b for span in [*places, *spans] for b in span)})
     pieces = []
     for a, b in pairwise(borders):
-        turn = next((i for i, (start, end) in enumerate(spans) if start <= a < end), None)
+        turn = next((i for i, (start, end) in enumerate(spans) if start <= a < end), OUTSIDE)
         pieces.append(Piece(text[a:b], number.get(text[a:b]), turn))
     return pieces
 

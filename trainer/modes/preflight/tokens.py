@@ -13,7 +13,6 @@ SHOWN = 2  # rows; for rollouts the first of two groups
 WIDTH = 63  # letters of a line of text
 HALF = 300  # letters that are shown of each end of a longer run
 FIRST, LAST = 8, 4  # ids of a run that are shown
-NO_TOKEN = "no row of the first batch has a token to learn"
 WRITES_END = "set policy.chat_template=<a template that writes one after a response>"
 
 
@@ -59,7 +58,9 @@ def find_unlearnt_end(loop: Trainer) -> list[str]:
     if ended:
         return []
     if empty == len(batch):
-        return [f"{NO_TOKEN}; look at weight and train of its messages"]
+        return [
+            "no row of the first batch has a token to learn; look at weight and train of its messages"
+        ]
     name = loop.policy.renderer.name
     return [
         f"{name}: no demonstration ends by a learnt end of turn, so the model may not learn to "
