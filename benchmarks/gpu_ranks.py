@@ -57,9 +57,9 @@ def furthest(got: Path, want: Path, *, samples: bool) -> tuple[float, str]:
     """
     found = []
     for number, rows in enumerate(zip_longest(metrics(got), metrics(want), fillvalue={})):
-        for name in {
-            name for row in rows for name in row if samples or not name.startswith("eval/")
-        }:
+        for name in {name for row in rows for name in row}:
+            if name.startswith("eval/") and not samples:
+                continue
             a, b = (row.get(name, math.nan) for row in rows)
             far = abs(a - b) / (abs(b) + 0.1)
             found.append((math.inf if math.isnan(far) else far, f"{name} of iteration {number}"))

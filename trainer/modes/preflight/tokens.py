@@ -59,7 +59,7 @@ def find_unlearnt_end(loop: Trainer) -> list[str]:
         return []
     if empty == len(batch):
         return [
-            "no row of the first batch has a token to learn; look at weight and train of its messages"
+            "no row of the first batch has a token to learn; see weight and train of its messages"
         ]
     name = loop.policy.renderer.name
     return [
