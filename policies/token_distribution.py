@@ -9,7 +9,7 @@ Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -154,11 +154,11 @@ def named_mask(batch: TensorDictBase, name: str) -> Tensor:
 
 
 class _Sliced(torch.autograd.Function):
-    """Compute (log-prob, entropy or None, full KL or None), each [K, 1], from slices of the logits.
+    """Compute (log-prob, entropy or None, divergence or None), each [K, 1], from slices of logits.
 
     A slice z [K, v] has the logits of all kept tokens for v columns of the vocabulary. The forward
-    sums over slices; the backward turns each into its gradient. With p = softmax(z), S the entropy
-    and f = log p - log q for the reference's q:
+    sums over slices; the backward turns each slice into its gradient. With p = softmax(z), S the
+    entropy and f = log p - log q for the reference's q:
     d log p(y) / dz = onehot(y) - p, dS / dz = -p (log p + S), dKL / dz = p (f - KL). Any divergence
     D has dD / dz = g - p sum(g) with g = dD / d log p; for the KL that is p (f + 1).
     """
@@ -170,91 +170,105 @@ class _Sliced(torch.autograd.Function):
         """Return the columns; `reads` are (head, states) of the policy and of the reference."""
         keep = keep and any(ctx.needs_input_grad[:3])
         outputs = _Outputs(reads, ctx.needs_input_grad[1], keep)
-        sizes, chosen = [len(head.weight) for head, _ in reads], 0.0
-        sums, means, gaps = [[] for _ in reads], [], []
+        sizes = [len(head.weight) for head, _ in reads]
+        chosen = 0.0  # the logit of each target, [K, 1]
+        parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in reads]  # per slice, for `_joined`
+        mean_logits: list[Tensor] = []  # per slice: E[z - max z] under p within the slice, [K, 1]
+        mean_gaps: list[Tensor] = []  # per slice: E[z of the reference - z] in the same way, [K, 1]
         for at in _slices(sizes, target):
-            both = [_tempered(outputs.compute(i, at), scale) for i, scale in enumerate(scales)]
-            mine, index, inside = both[0], *_columns(target, at)
-            chosen = mine.gather(1, index).where(inside, 0.0) + chosen
-            probs = [z.softmax(-1) for z in both]  # within the slice
-            for rows, z, p in zip(sums, both, probs, strict=True):
-                most = z.amax(-1, keepdim=True)
-                rows.append((most, 1 / p.amax(-1, keepdim=True)))  # max p = exp(0) / total
-            # Rows of one head alone pad its embedding.
-            if len(both) > 1 and at.stop <= min(sizes) and mixture == 1:
-                gaps.append(_mean(both[1].sub_(mine), probs[0]))
+            logits = [_tempered(outputs.compute(i, at), scale) for i, scale in enumerate(scales)]
+            policy = logits[0]  # [K, v]
+            index, inside = _columns(target, at)  # [K, 1] each
+            chosen = policy.gather(1, index).where(inside, 0.0) + chosen  # [K, 1]
+            probs = [z.softmax(-1) for z in logits]  # [K, v] each, within the slice
+            for part, z, p in zip(parts, logits, probs, strict=True):
+                top = z.amax(-1, keepdim=True)  # [K, 1]
+                part.append((top, 1 / p.amax(-1, keepdim=True)))  # max p = exp(0) / total
+            # Rows of one head alone pad its embedding: both have only the first min(sizes).
+            if len(reads) > 1 and at.stop <= min(sizes) and mixture == 1:
+                mean_gaps.append(_mean(logits[1].sub_(policy), probs[0]))
             if entropy:
-                means.append(_mean(mine.sub_(sums[0][-1][0]), probs[0]))
-        (top, rest, tops, share), *other = (_joined(rows) for rows in sums)
-        ctx.norms, spread, full, slopes = [top + rest], None, None, None
-        if entropy:
-            spread = rest - ((torch.cat(means, -1) + tops - top) * share).sum(-1, keepdim=True)
-        if other:
-            their_top, their_rest, *_ = other[0]
-            ctx.norms.append(their_top + their_rest)
+                top, _ = parts[0][-1]
+                mean_logits.append(_mean(policy.sub_(top), probs[0]))  # last: it overwrites z
+        norm = _joined(parts[0])
+        log_norms = [norm.top + norm.log_total]  # log sum exp z of each of `reads`, [K, 1]
+        spread = divergence = slope_sum = None
+        if entropy:  # S = log sum exp z - E[z]
+            mean = torch.cat(mean_logits, -1) + norm.tops - norm.top  # [K, slices]
+            spread = norm.log_total - (mean * norm.shares).sum(-1, keepdim=True)  # [K, 1]
+        if len(reads) > 1:
+            theirs = _joined(parts[1])
+            log_norms.append(theirs.top + theirs.log_total)
             if mixture == 1:
-                common = share[:, : len(gaps)]
-                mass = common.sum(-1, keepdim=True)
-                gap = (torch.cat(gaps, -1) * common).sum(-1, keepdim=True)  # of log q / p
-                full = mass * (their_top - top + their_rest - rest) - gap
-                slopes = full + mass
+                common = norm.shares[:, : len(mean_gaps)]  # [K, slices]
+                mass = common.sum(-1, keepdim=True)  # [K, 1], 1 but for rounding and padded rows
+                gap = (torch.cat(mean_gaps, -1) * common).sum(-1, keepdim=True)  # [K, 1]
+                divergence = mass * (theirs.top - norm.top + theirs.log_total - norm.log_total)
+                divergence = divergence - gap  # [K, 1]
+                slope_sum = divergence + mass  # sum of p (f + 1), [K, 1]
             else:
-                full, slopes = _divergence(outputs, target, scales, ctx.norms, mixture)
-        ctx.save_for_backward(states, weight, bias, spread, slopes)
-        ctx.outputs, ctx.inputs = outputs, (target, scales, sizes, mixture)
+                divergence, slope_sum = _divergence(outputs, target, scales, log_norms, mixture)
+        ctx.save_for_backward(states, weight, bias, spread, slope_sum)
+        ctx.outputs, ctx.log_norms = outputs, log_norms
+        ctx.inputs = target, scales, sizes, mixture
         ctx.set_materialize_grads(False)
         if entropy and not learn:
             ctx.mark_non_differentiable(spread)
-        return chosen - top - rest, spread, full
+        return chosen - norm.top - norm.log_total, spread, divergence
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *above: Tensor | None):  # type: ignore[override]
-        """Return the gradients of states [K, H], weight [V, H] and bias [V]."""
-        states, weight, bias, spread, slopes = ctx.saved_tensors
+    def backward(  # type: ignore[override]
+        ctx: Any, d_log_prob: Tensor | None, d_entropy: Tensor | None, d_divergence: Tensor | None
+    ):
+        """Return the gradients of states [K, H], weight [V, H] and bias [V].
+
+        Arguments: the gradients of the outputs of `forward`, [K, 1] each.
+        """
+        states, weight, bias, spread, slope_sum = ctx.saved_tensors
         outputs, (target, scales, sizes, mixture) = ctx.outputs, ctx.inputs
-        log_prob, entropy, full = above  # [K, 1] each
         head, hidden = outputs.reads[0]
         by_states = torch.zeros_like(states, dtype=torch.promote_types(states.dtype, torch.float32))
-        by_weight = outputs.by_weight
+        by_weight = outputs.by_weight  # [V, H]: the memory from which `outputs.read` reads
         if by_weight is None and ctx.needs_input_grad[1]:
             by_weight = torch.empty_like(weight)
         by_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         for at in _slices(sizes, target):
             if at.start >= len(weight):
                 break
-            mine = outputs.read(0, at)  # [K, v]
-            slope = None if head.cap is None else 1 - (mine / head.cap).square()
-            mine = _tempered(mine, scales[0]).sub_(ctx.norms[0])
-            grad, more = mine.exp(), None
-            factor = 0.0 if log_prob is None else -log_prob  # of p
-            if full is not None:
-                behind = slopes.clone()
+            logits = outputs.read(0, at)  # [K, v]
+            cap_slope = None if head.cap is None else 1 - (logits / head.cap).square()  # [K, v]
+            log_p = _tempered(logits, scales[0]).sub_(ctx.log_norms[0])  # [K, v]
+            grad = log_p.exp()  # [K, v], p for now; dz = p * factor + added
+            factor: Tensor | float = 0.0 if d_log_prob is None else -d_log_prob  # [K, 1]
+            added = None
+            if d_divergence is not None:
+                pull = slope_sum.clone()  # [K, 1], then [K, v]: sum(g) - g / p
                 if at.stop <= min(sizes):
-                    theirs = _tempered(outputs.read(1, at), scales[1]).sub_(ctx.norms[1])
-                    if mixture == 0:
-                        more = theirs.exp_().mul_(-full)
-                    elif mixture == 1:
-                        behind = theirs.sub_(mine).add_(behind - 1)
-                    else:
-                        gap = _log_mixture(mine, theirs, mixture).sub_(mine)
-                        behind = gap.mul_(1 - mixture).add_(behind)
-                factor = behind.mul_(-full).add_(factor)
-            if entropy is not None:
-                factor = mine.add_(spread).mul_(-entropy).add_(factor)
+                    log_q = _tempered(outputs.read(1, at), scales[1]).sub_(ctx.log_norms[1])
+                    if mixture == 0:  # g = -q
+                        added = log_q.exp_().mul_(-d_divergence)  # [K, v]
+                    elif mixture == 1:  # g = p (f + 1)
+                        pull = log_q.sub_(log_p).add_(pull - 1)
+                    else:  # g = (1 - mixture) p (log p - log m)
+                        log_m = _log_mixture(log_p, log_q, mixture)  # [K, v]
+                        pull = log_m.sub_(log_p).mul_(1 - mixture).add_(pull)
+                factor = pull.mul_(-d_divergence).add_(factor)
+            if d_entropy is not None:
+                factor = log_p.add_(spread).mul_(-d_entropy).add_(factor)  # [K, v]
             grad.mul_(factor)
-            if more is not None:
-                grad.add_(more)
-            if log_prob is not None:
-                index, inside = _columns(target, at)
-                grad.scatter_add_(1, index, log_prob.where(inside, 0.0))
-            grad = grad if slope is None else grad.mul_(slope)
+            if added is not None:
+                grad.add_(added)
+            if d_log_prob is not None:
+                index, inside = _columns(target, at)  # [K, 1] each
+                grad.scatter_add_(1, index, d_log_prob.where(inside, 0.0))
+            grad = grad if cap_slope is None else grad.mul_(cap_slope)
             grad = _tempered(grad, scales[0])
             if by_bias is not None:
                 by_bias[at] = grad.sum(0)
             grad = grad.to(hidden.dtype)
             by_states += mm(grad, weight[at].to(hidden.dtype))
-            if by_weight is not None:
+            if by_weight is not None:  # overwrites the outputs of these columns, now read
                 by_weight[at] = mm(grad.T, hidden)
         outputs.memory = outputs.by_weight = None  # another backward computes the outputs again
         return by_states, by_weight, by_bias, *[None] * 7
@@ -309,35 +323,35 @@ class _Outputs:
 
 
 def _divergence(
-    outputs: _Outputs, target: Tensor, scales: list, norms: list[Tensor], mixture: float
+    outputs: _Outputs, target: Tensor, scales: list, log_norms: list[Tensor], mixture: float
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence of a mixture below 1, and the sum of its slopes g, [K, 1] each.
 
     Another pass over the columns of both vocabularies, since it needs normalised log-probs.
     """
     sizes = [len(head.weight) for head, _ in outputs.reads]
-    value, slopes = torch.zeros_like(norms[0]), torch.zeros_like(norms[0])
+    value, slope_sum = torch.zeros_like(log_norms[0]), torch.zeros_like(log_norms[0])  # [K, 1]
     for at in _slices(sizes, target):
         if at.stop > min(sizes):
             break
-        mine, theirs = (  # not in place: what is read may be the memory
-            (outputs.read(i, at) / (1 if scales[i] is None else scales[i])) - norms[i]
+        log_p, log_q = (  # not in place: what is read may be the memory
+            (outputs.read(i, at) / (1 if scales[i] is None else scales[i])) - log_norms[i]
             for i in (0, 1)
         )  # [K, v] each
         if mixture == 0:
-            value += _mean(theirs - mine, theirs.exp())
-            slopes -= theirs.exp().sum(-1, keepdim=True)
+            value += _mean(log_q - log_p, log_q.exp())
+            slope_sum -= log_q.exp().sum(-1, keepdim=True)
             continue
-        middle = _log_mixture(mine, theirs, mixture)  # [K, v]
-        rest = (1 - mixture) * _mean(mine - middle, mine.exp())
-        value += mixture * _mean(theirs - middle, theirs.exp()) + rest
-        slopes += rest
-    return value, slopes
+        log_m = _log_mixture(log_p, log_q, mixture)  # [K, v]
+        of_policy = (1 - mixture) * _mean(log_p - log_m, log_p.exp())  # [K, 1]
+        value += mixture * _mean(log_q - log_m, log_q.exp()) + of_policy
+        slope_sum += of_policy
+    return value, slope_sum
 
 
-def _log_mixture(mine: Tensor, theirs: Tensor, mixture: float) -> Tensor:
+def _log_mixture(log_p: Tensor, log_q: Tensor, mixture: float) -> Tensor:
     """Return the log-probs of mixture * reference + (1 - mixture) * policy, [K, v]."""
-    return torch.logaddexp(theirs + math.log(mixture), mine + math.log1p(-mixture))
+    return torch.logaddexp(log_q + math.log(mixture), log_p + math.log1p(-mixture))
 
 
 def _slices(sizes: list[int], target: Tensor) -> list[slice]:
@@ -360,16 +374,22 @@ def _mean(values: Tensor, probs: Tensor) -> Tensor:
     return torch.linalg.vecdot(probs, values)[:, None]
 
 
-def _joined(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what (max z, sum of exp(z - max z)), [K, 1] each, of n slices are together.
+class _Norm(NamedTuple):
+    """The normaliser of a softmax over all slices; a slice of n: its largest z and its share."""
 
-    That is max z and log sum of exp(z - max z), [K, 1], and of each slice max z and p, [K, n].
-    """
-    tops, totals = (torch.cat(part, -1) for part in zip(*rows, strict=True))
-    top = tops.amax(-1, keepdim=True)
-    totals = totals * (tops - top).exp()
-    total = totals.sum(-1, keepdim=True)
-    return top, total.log(), tops, totals / total
+    top: Tensor  # max z, [K, 1]
+    log_total: Tensor  # log sum exp(z - top), [K, 1]
+    tops: Tensor  # max z of each slice, [K, n]
+    shares: Tensor  # the probability of each slice, [K, n]
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> _Norm:
+    """Join (max z, sum of exp(z - max z)), [K, 1] each, of n slices."""
+    tops, totals = (torch.cat(part, -1) for part in zip(*parts, strict=True))  # [K, n] each
+    top = tops.amax(-1, keepdim=True)  # [K, 1]
+    totals = totals * (tops - top).exp()  # [K, n]
+    total = totals.sum(-1, keepdim=True)  # [K, 1]
+    return _Norm(top, total.log(), tops, totals / total)
 
 
 def _tempered(logits: Tensor, scale: Tensor | None) -> Tensor:
