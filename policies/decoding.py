@@ -64,11 +64,11 @@ def fits_graph(model: nn.Module) -> bool:
 
 
 class Decoding:
-    """The running forward: cache, mask and the next-token logits of the rows that go on."""
+    """The running forward: cache, mask and the next-token logits of the active rows."""
 
     def __init__(self, model: nn.Module, prompts: Tensor, attention: Tensor) -> None:
         self.model = model
-        first = first_of_each(prompts, attention)  # [B]
+        first = unique_prompts(prompts, attention)  # [B] bool
         owner = first.cumsum(0) - 1  # [B] the prompt that each row uses
         mask = attention[first]
         position = positions(mask)
@@ -86,14 +86,14 @@ class Decoding:
         self.position = position[owner, -1:] + 1  # [n, 1]
         self.logits = out.logits[owner, -1].float()  # [n, V]
 
-    def advance(self, sampled: Tensor, going: Tensor) -> None:
-        """Feed the sampled tokens of the rows `going` on; the others leave."""
-        if len(going) < len(sampled):
-            self.cache.reorder_cache(going)
-            self.mask, self.position = self.mask[going], self.position[going]
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(going), 1)], -1)
+    def advance(self, sampled: Tensor, active: Tensor) -> None:
+        """Feed the sampled tokens [n] of the rows `active`; the other rows leave."""
+        if len(active) < len(sampled):
+            self.cache.reorder_cache(active)
+            self.mask, self.position = self.mask[active], self.position[active]
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(active), 1)], -1)
         out = self.model(
-            input_ids=sampled[going, None],
+            input_ids=sampled[active, None],
             attention_mask=self.mask,
             position_ids=self.position,
             past_key_values=self.cache,
@@ -122,13 +122,13 @@ class GraphDecoding(Decoding):
             layer.__class__, layer.slot = FixedLayer, self.slot
         self._fit()
 
-    def advance(self, sampled: Tensor, going: Tensor) -> None:
-        """Feed the sampled tokens of the rows `going` on; the others leave."""
-        self.rows = self.rows[going]  # [n] places in the buffers
-        sparse = len(self.ids) > FEW and 2 * len(going) <= len(self.ids)
+    def advance(self, sampled: Tensor, active: Tensor) -> None:
+        """Feed the sampled tokens [n] of the rows `active`; the other rows leave."""
+        self.rows = self.rows[active]  # [n] places in the buffers
+        sparse = len(self.ids) > FEW and 2 * len(active) <= len(self.ids)
         if sparse or self.filled == self.mask.shape[-1]:
             self._fit()
-        self.ids[self.rows, 0] = sampled[going]
+        self.ids[self.rows, 0] = sampled[active]
         self.mask[..., self.filled] = True
         self.slot.fill_(self.filled)
         self.filled += 1
@@ -137,7 +137,7 @@ class GraphDecoding(Decoding):
         self.logits = self.out[self.rows, -1].float()
 
     def _fit(self) -> None:
-        """Copy the rows that go on into buffers with room for more tokens."""
+        """Copy the active rows into buffers with room for more tokens."""
         room = self.filled + max(ROOM, self.filled // 2)
         more = room - room % 8 - self.filled  # attention's kernels copy masks of other sizes
         for layer in self.cache.layers:
@@ -218,7 +218,7 @@ def _narrow(cache: Any, device: str) -> None:
             layer.__class__ = NarrowLayer
 
 
-def first_of_each(prompts: Tensor, attention: Tensor) -> Tensor:
+def unique_prompts(prompts: Tensor, attention: Tensor) -> Tensor:
     """Return which rows differ from the row before them, [B] bool."""
     same = (prompts[1:] == prompts[:-1]) & (attention[1:] == attention[:-1])
     first = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)

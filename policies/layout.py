@@ -93,27 +93,34 @@ def _trees(
     tokens: Tensor, attention: Tensor, keep: Tensor, trees: list[list[int]], lengths: list[int]
 ) -> Layout:
     """Lay out each tree of sequences in one row; `lengths`: shared prompt tokens of each tree."""
-    rows, places, device = unpad(tokens, attention), [(0, 0, 0)] * len(tokens), tokens.device
-    ids, sizes, position_ids, segments = [], [], [], []
-    for r, (members, length) in enumerate(zip(trees, lengths, strict=True)):
+    rows = unpad(tokens, attention)
+    device = tokens.device
+    ids, position_ids, segments = [], [], []  # a tensor per tree
+    sizes: list[list[int]] = []  # per tree: tokens of the prompt and of each reply
+    places = [(0, 0, 0)] * len(tokens)  # per sequence: tree, prompt tokens, column of its reply
+    for tree, (members, length) in enumerate(zip(trees, lengths, strict=True)):
         replies = [rows[i][length:] for i in members]
-        ids.append(torch.cat([rows[members[0]][:length], *replies]))
         size = [length, *map(len, replies)]
-        starts = [0, *[length] * len(members)]  # first position of the prompt and of each reply
-        spans = [range(at, at + n) for at, n in zip(starts, size, strict=True)]
-        position_ids.append(torch.tensor([*chain(*spans)]))
-        segments.append(torch.tensor([s for s, n in enumerate(size) for _ in range(n)]))
-        for i, base in zip(members, accumulate(size), strict=False):
-            places[i] = (r, length, base)  # row, prompt, first column of the reply
+        columns = [*accumulate(size)][:-1]  # the first of each reply
+        for i, column in zip(members, columns, strict=True):
+            places[i] = tree, length, column
         sizes.append(size)
+        ids.append(torch.cat([rows[members[0]][:length], *replies]))
+        # Each reply continues the prompt's positions. Segment 0 is the prompt, s the s-th reply.
+        starts = [0, *[length] * len(members)]
+        spans = [range(start, start + n) for start, n in zip(starts, size, strict=True)]
+        position_ids.append(torch.tensor([*chain(*spans)]))
+        segments.append(torch.arange(len(size)).repeat_interleave(torch.tensor(size)))
     input_ids = pad(ids)  # [R, L]
-    position, segment = pad(position_ids).to(device), pad(segments, -1).to(device)  # [R, L]
-    tree, prefix, base = torch.tensor(places, device=device).T.unsqueeze(-1)  # [B, 1] each
-    before = positions(attention) - 1  # [B, T] position of the state that predicts each token
+    position = pad(position_ids).to(device)  # [R, L]
+    segment = pad(segments, -1).to(device)  # [R, L], -1 for padding
     width = input_ids.shape[1]
-    source = tree * width + torch.where(before < prefix, before, base + before - prefix)
-    sizes = [[*size, width - sum(size)] for size in sizes]
-    return Layout(input_ids, position, tree_mask(segment), source[keep], sizes)
+    row, prefix, column = torch.tensor(places, device=device).T.unsqueeze(-1)  # [B, 1] each
+    # The state at t - 1 predicts token t, and is the prompt's or the reply's own.
+    before = positions(attention) - 1  # [B, T]
+    source = row * width + torch.where(before < prefix, before, column + before - prefix)  # [B, T]
+    with_padding = [[*size, width - sum(size)] for size in sizes]
+    return Layout(input_ids, position, tree_mask(segment), source[keep], with_padding)
 
 
 def choose(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor | None) -> Layout:
@@ -122,11 +129,13 @@ def choose(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor | N
     A shared row has at most WIDEST tokens.
     """
     if group_id is not None:
-        trees, sizes = groups(group_id), attention.sum(-1).tolist()
+        trees = groups(group_id)
+        sizes = attention.sum(-1).tolist()
         lengths = _common_prefixes(tokens, attention, trees)
         pairs = zip(trees, lengths, strict=True)
         widest = max(sum(sizes[i] for i in tree) - n * (len(tree) - 1) for tree, n in pairs)
-        if widest <= WIDEST and widest * len(trees) < 0.8 * max(sizes) * len(sizes):
+        unshared = max(sizes) * len(sizes)  # tokens of one row per sequence, with padding
+        if widest <= WIDEST and widest * len(trees) < 0.8 * unshared:
             return _trees(tokens, attention, keep, trees, lengths)
     return plain(tokens, attention, keep)
 

@@ -179,10 +179,10 @@ def sample(
         lengths[alive] = step + 1
         ended = stop(replies[alive, : step + 1], stop_ids)
         complete[alive] = ended
-        going = (~ended).nonzero().squeeze(-1)  # the one wait for the device of a token
-        alive = alive[going]
+        active = (~ended).nonzero().squeeze(-1)  # [n] rows; the one wait for the device of a token
+        alive = alive[active]
         if len(alive) == 0 or step + 1 == max_new_tokens:
             break
-        state.advance(sampled, going)
+        state.advance(sampled, active)
     longest = int(lengths.max())
     return Sampled(replies[:, :longest], log_probs[:, :longest], lengths, complete)
