@@ -29,7 +29,7 @@ ROWS: list[tuple[str, Callable[[Record], float], str]] = [
     ("KL to the teacher, nats per response", lambda r: r[EVAL_KL], ".3f"),
     ("CPU seconds per iteration, after the first", lambda r: r["pace"], ".2f"),
     ("response tokens per CPU second", lambda r: r["speed"], ",.0f"),
-    ("seconds, start to end", lambda r: r["wall"], ".0f"),
+    ("CPU seconds, start to end", lambda r: r["cpu"], ".0f"),
     ("peak memory, MiB", lambda r: r["peak"] / 2**20, ",.0f"),
 ]
 
