@@ -98,7 +98,7 @@ def train(place: Path, case: Case, words: Sequence[str], peer: Path) -> None:
     monitor([sys.executable, "train.py", *overrides], place / "leash", case.threads)
     config = yaml.safe_load((ours / "config.yaml").read_text())
     start = find_model(config["policy"]["model"]).folder
-    command = [str(peer), "-m", "benchmarks.yardstick_trl", *map(str, (ours, start, theirs))]
+    command = [str(peer), "-m", case.peer, *map(str, (ours, start, theirs))]
     monitor(command, place / "TRL", case.threads)
 
 

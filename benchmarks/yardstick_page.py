@@ -23,7 +23,8 @@ class Case:
     """An experiment with overrides that both libraries train, and its evaluation.
 
     `window`: iterations averaged in a reward; `goal`: the reward to reach; `samples`, `frontier`:
-    replies to each held-out prompt, of a model and of the reference.
+    replies to each held-out prompt, of a model and of the reference; `peer`: the module that trains
+    with TRL.
     """
 
     title: str
@@ -34,6 +35,7 @@ class Case:
     frontier: int
     window: int
     goal: float
+    peer: str = "benchmarks.yardstick_trl"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from conf.build import make_task
@@ -58,29 +59,19 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
     ValueError for a setting without a counterpart in TRL.
     """
-    for key, value in SAME.items():
-        if (got := _at(config, key)) != value:
-            raise ValueError(f"expected {key}={value}, which TRL can do too, got {got}")
-    if config["policy"]["autocast"] == "auto":
-        raise ValueError("expected policy.autocast=bfloat16 or null, as TRL needs it, got auto")
+    check(config, SAME)
     if (estimator := config["kl"]["estimator"]) not in KL:
         raise ValueError(f"expected kl.estimator in {sorted(KL)}, as in TRL, got {estimator}")
-    policy, algorithm, trainer = config["policy"], config["algorithm"], config["trainer"]
+    algorithm, trainer = config["algorithm"], config["trainer"]
     replies = trainer["prompts_per_iteration"] * algorithm["group_size"]
     parts = algorithm["minibatches"]
     return {
-        "seed": config["seed"],
+        **shared_settings(config),
         "num_generations": algorithm["group_size"],
         "per_device_train_batch_size": replies // parts,  # the full minibatch: no split
-        "gradient_accumulation_steps": 1,
         "steps_per_generation": parts,
         "num_iterations": algorithm["epochs"],
         "max_steps": trainer["num_iterations"] * algorithm["epochs"] * parts,
-        "max_completion_length": policy["max_new_tokens"],
-        "temperature": policy["temperature"],
-        "top_p": policy["top_p"],
-        "top_k": policy["top_k"],
-        "min_p": policy["min_p"] or None,
         "beta": config["kl"]["coeff"],
         "use_bias_correction_kl": KL[estimator],
         "epsilon": algorithm["clip_low"],
@@ -90,9 +81,34 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "loss_type": AGGREGATION[algorithm["aggregation"]],
         "scale_rewards": "group" if algorithm["scale_by_std"] else "none",
         "entropy_coef": algorithm["entropy_coeff"],
+    }
+
+
+def check(config: Mapping[str, Any], same: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the keys `same` have their values, which TRL implements too."""
+    for key, value in same.items():
+        if (got := _at(config, key)) != value:
+            raise ValueError(f"expected {key}={value}, which TRL can do too, got {got}")
+    if config["policy"]["autocast"] == "auto":
+        raise ValueError("expected policy.autocast=bfloat16 or null, as TRL needs it, got auto")
+
+
+def shared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of every trainer of TRL that samples."""
+    policy = config["policy"]
+    return {
+        "seed": config["seed"],
+        "gradient_accumulation_steps": 1,
+        "max_completion_length": policy["max_new_tokens"],
+        "temperature": policy["temperature"],
+        "top_p": policy["top_p"],
+        "top_k": policy["top_k"],
+        "min_p": policy["min_p"] or None,
+        "learning_rate": config["optimizer"]["lr"],
         "max_grad_norm": config["optimizer"]["max_grad_norm"],
         "gradient_checkpointing": policy["gradient_checkpointing"],
         "bf16": policy["autocast"] == "bfloat16",
+        "use_cpu": policy["device"] == "cpu" or not torch.cuda.is_available(),
         "shuffle_dataset": False,  # the rows come in leash's order
         "disable_dropout": True,
         "logging_steps": 1,
@@ -141,12 +157,12 @@ def reward_of(
     return reward
 
 
-def train(config: Mapping[str, Any], start: Path, folder: Path) -> None:
-    """Train the model in the folder `start` with the configuration of a leash run."""
-    import torch
+def parts_of_trainer(
+    config: Mapping[str, Any], task: Task, start: Path, folder: Path, *, steps: int
+) -> dict[str, Any]:
+    """Return the parts of every trainer of TRL: model, tokenizer, rows, optimiser, log."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
 
     class Log(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -160,31 +176,34 @@ def train(config: Mapping[str, Any], start: Path, folder: Path) -> None:
                 line = {"step": state.global_step, "seconds": self.seconds, **(logs or {})}
                 out.write(json.dumps(line) + "\n")
 
-    task, optim = make_task(config["env"]), config["optimizer"]
-    rows = task.rows("train")
+    optim, rows = config["optimizer"], task.rows("train")
     chosen = order(config, len(rows))
-    data = Dataset.from_dict(
-        {"prompt": [rows[i]["messages"] for i in chosen], "row": chosen}  # in the order of leash
-    )
+    data = {"prompt": [rows[i]["messages"] for i in chosen], "row": chosen}
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
-    cpu = config["policy"]["device"] == "cpu" or not torch.cuda.is_available()
-    arguments = {**settings(config), "use_cpu": cpu}
     adamw = {name: optim[name] for name in ("lr", "eps", "weight_decay")}
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=tuple(optim["betas"]), fused=True, **adamw
     )
-    rate = make_schedule(
-        optim["schedule"], lr=1.0, warmup=optim["warmup"], total=arguments["max_steps"]
-    )  # the warm-up of transformers starts with a step of 0
-    trainer = GRPOTrainer(
-        model=model,
-        processing_class=AutoTokenizer.from_pretrained(start, padding_side="left"),
-        reward_funcs=reward_of(task, rows, lambda: trainer.eos_token_ids),
-        args=GRPOConfig(output_dir=str(folder / "trl"), learning_rate=optim["lr"], **arguments),
-        train_dataset=data,
-        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate)),
-        callbacks=[Log()],
-    )
+    # The warm-up of transformers starts with a step of 0.
+    rate = make_schedule(optim["schedule"], lr=1.0, warmup=optim["warmup"], total=steps)
+    return {
+        "model": model,
+        "processing_class": AutoTokenizer.from_pretrained(start, padding_side="left"),
+        "train_dataset": Dataset.from_dict(data),
+        "optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate)),
+        "callbacks": [Log()],
+    }
+
+
+def train(config: Mapping[str, Any], start: Path, folder: Path) -> None:
+    """Train the model in the folder `start` with the configuration of a leash run."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    task, arguments = make_task(config["env"]), settings(config)
+    parts = parts_of_trainer(config, task, start, folder, steps=arguments["max_steps"])
+    reward = reward_of(task, task.rows("train"), lambda: trainer.eos_token_ids)
+    args = GRPOConfig(output_dir=str(folder / "trl"), **arguments)
+    trainer = GRPOTrainer(reward_funcs=reward, args=args, **parts)
     trainer.train()
     trainer.save_model(str(folder / "model"))
 
@@ -199,7 +218,7 @@ def read_arguments(about: str | None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
+def main(train: Callable[..., None]) -> None:
     """Train and write a log."""
     args = read_arguments(__doc__)
     (args.folder / "log.jsonl").unlink(missing_ok=True)
@@ -210,4 +229,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(train)

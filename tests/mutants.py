@@ -144,10 +144,10 @@ def with_k3s_gradient_alone(f):
 def with_the_tools(f):
     """Count the tokens between two sampled ones as sampled."""
 
-    def summarize(batch, runtime):
+    def summarize(batch, runtime, **options):
         sampled = batch["masks", "all_response_mask"]  # [B, T]
         after, before = sampled.cumsum(-1) > 0, sampled.flip(-1).cumsum(-1).flip(-1) > 0
-        return f(batch.set(("masks", "all_response_mask"), after & before), runtime)
+        return f(batch.set(("masks", "all_response_mask"), after & before), runtime, **options)
 
     return summarize
 

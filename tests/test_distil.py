@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from runs import lines as read_lines
 from runs import metrics, train
 
 from conf.build import make_task
@@ -31,6 +32,8 @@ def test_prompts_and_a_teacher_are_enough(prompts, tmp_path):
     kls = [line["kl/ref_full"] for line in lines if "kl/ref_full" in line]
     assert sum(kls[-5:]) < sum(kls[:5]) / 3
     assert all(line.get("loss/policy") is None for line in lines)
+    assert [name for line in lines for name in line if name.startswith("reward/")] == []
+    assert {row["reward"] for row in read_lines(folder / "transcripts.jsonl")} == {None}
     evaluations = [line for line in lines if "eval/kl_ref" in line]
     assert [line for line in lines if "eval/sampled_accuracy" in line] == []
     status = json.loads((folder / "status.json").read_text())

@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from contracts import Words, make_policy
 from hypothesis import given
 from hypothesis import strategies as st
 from pages import Page, Picture, write_lines, write_status, write_words
 from runs import lines
 from small_runs import IN_ITERATION_2, Counted, Unjudged, stop, train
 
+from envs.tasks.task import Reply
 from trainer.efficiency import Efficiency
 from trainer.frontier import (
     FILE,
@@ -25,6 +27,7 @@ from trainer.frontier import (
     most_kl_of_best_of,
     optimum,
 )
+from trainer.modes.frontier import run as sample_reference
 from trainer.reports.__main__ import main
 from trainer.reports.report import write_report
 from trainer.reports.sweep_page import sweep_svg, write_sweep
@@ -284,3 +287,28 @@ def test_a_run_with_a_frontier_judges_its_evaluations_and_goes_on_so(tmp_path):
     assert {len(row) for row in kept["success"]} == {16}
     train(tmp_path / "dropped", Unjudged(), frontier=4)
     assert not (tmp_path / "dropped" / "frontier.json").exists(), "no row has a reward"
+
+
+@pytest.mark.runs
+def test_the_samples_of_a_frontier_are_those_of_the_tempered_reference(tmp_path):
+    """By enumeration of all responses of one token."""
+    policy, task, factor = make_policy(max_new_tokens=1), Words(), 0.25
+    settings = {"kl": {"reference_temperature": factor}, "output_dir": str(tmp_path)}
+
+    def change(loop):
+        loop.evaluate.generator = policy
+        sample_reference(loop, settings | {"eval": {"num_samples": 512}})
+
+    train(tmp_path / "run", change=change)
+    found = np.mean(json.loads((tmp_path / FILE).read_text())["reward"], 1)
+    texts = [
+        policy.tokenizer.decode([i], skip_special_tokens=True)
+        for i in range(policy.model.vocab_size)
+    ]
+    for row, mean in zip(task.rows("eval"), found, strict=True):
+        chat = policy.tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True)
+        with torch.no_grad():
+            logits = policy.model(torch.tensor([chat["input_ids"]])).logits[0, -1].double()
+        rewards = [task.reward(row, Reply(text, True, [])).total for text in texts]
+        exact = (logits / factor).softmax(-1) @ torch.tensor(rewards, dtype=torch.float64)
+        assert mean == pytest.approx(float(exact), abs=0.06)

@@ -7,6 +7,7 @@ train it on sampled replies, and the end is measured over all 31.
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from contracts import one_process
@@ -15,11 +16,13 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
+from docs.top_p import WAYS, tasks, train
 from policies.scorer import Scorer
 from trainer import ConstantKLController, GroupAdvantage, GRPOObjective, Leash
 from trainer.update import Update
 
 REPLIES = 256
+COEFF = 0.3  # of the tasks of docs/top_p.py
 PROMPT = END = 0  # no reply goes on after it: [0, 0] would be to the model what [0] is
 IDS = torch.tensor(
     [[PROMPT, a, b] for a, b in itertools.product(range(V), repeat=2) if a != END or b == END]
@@ -85,3 +88,44 @@ def test_k1_in_the_reward_ends_at_the_reference_reweighted(coeff):
     reward = float((raised - log_z).exp() @ REWARD)
     assert float(chance @ REWARD) == pytest.approx(reward, rel=0.01)
     assert float(chance @ (own - ref).sum(-1)) == pytest.approx(reward / coeff - log_z, rel=0.02)
+
+
+def kept(chances: np.ndarray) -> list[int]:
+    """Return the likeliest tokens that have 0.9 together."""
+    tokens = []
+    for token in np.argsort(-chances):
+        if chances[tokens].sum() < 0.9:
+            tokens.append(int(token))
+    return tokens
+
+
+def counts(policy: list[Tensor], reference: list[Tensor], reward: Tensor) -> list[float]:
+    """Return the KL that each way of docs/top_p.py counts of one task, by a loop over responses."""
+    first, second = (each.softmax(-1).numpy() for each in policy)
+    ref_first, ref_second = (each.softmax(-1).numpy() for each in reference)
+    joint = ref_first[:, None] * ref_second * np.exp(reward.numpy() / COEFF)
+    best = joint / joint.sum()
+    kl = outside = ref_outside = 0.0  # nats; outside: what the kept sets lack
+    set_first = kept(first)
+    for a in set_first:
+        set_second = kept(second[a])
+        mass = first[set_first].sum() * second[a][set_second].sum()
+        ref_mass = ref_first[set_first].sum() * ref_second[a][set_second].sum()
+        for b in set_second:
+            chance = first[a] * second[a][b] / mass
+            kl += chance * np.log(chance / (ref_first[a] * ref_second[a][b]))
+            outside -= chance * np.log(mass)
+            ref_outside -= chance * np.log(ref_mass)
+    optimum = (best * np.log(best / (ref_first[:, None] * ref_second))).sum()
+    return [optimum, kl - outside, kl - ref_outside, kl]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("way", range(len(WAYS)))
+def test_training_with_top_p_counts_a_part_of_its_kl(way):
+    """As docs/kl.md says of its table; training on all tokens ends at the optimum."""
+    reference, reward = tasks(3)
+    policy, counted = train(WAYS[way], reference, reward, COEFF)
+    each = zip(zip(*policy, strict=True), zip(*reference, strict=True), reward, strict=True)
+    expected = np.mean([counts(ours, theirs, earned)[way] for ours, theirs, earned in each])
+    assert counted == pytest.approx(expected, abs=0.01)

@@ -201,7 +201,8 @@ def as_generator(
         )
     if learn and (narrowing := policy.limits.unscored()):
         raise ValueError(
-            f"training expects samples of the full distribution, got {narrowing}; remove these keys"
+            f"training expects samples of the full distribution, got {narrowing}; remove these "
+            "keys (docs/kl.md#top-k-top-p-and-min-p)"
         )
     if all(getattr(policy, name) == value for name, value in options.items()):
         return policy

@@ -158,7 +158,8 @@ class Evaluate:
                 on_batch(name, batch, part)
                 self._count(sums, batch, part)
                 for i in range(0, size * len(part), size) if first else ():  # one of each row
-                    records.append(transcript(batch, i, iteration, kind=kind))
+                    options = {"kind": kind, "rewarded": self.task.rewarded}
+                    records.append(transcript(batch, i, iteration, **options))
             done += size
             total = self.runtime.all_reduce_sum(sums)
             rows = max(total["rows"], 1.0)
@@ -224,9 +225,13 @@ class Evaluate:
 
 
 def sample(
-    play: Evaluate, samples: int, on_progress: Callable[[float], None] = lambda _: None
+    play: Evaluate,
+    samples: int,
+    on_progress: Callable[[float], None] = lambda _: None,
+    *,
+    temperature: float = 1.0,
 ) -> dict[str, Any]:
-    """Return rows, reward and success [rows, samples] of replies at temperature 1 on all ranks.
+    """Return rows, reward and success [rows, samples] of replies at a temperature on all ranks.
 
     Dropped rows are left out ("asked" counts them); {} if all rows are dropped.
     """
@@ -236,7 +241,7 @@ def sample(
         scores.update(scores_by_row(batch, rows))
 
     player = copy(play)
-    player.plans = [play.plan("frontier", samples, 1.0)]
+    player.plans = [play.plan("frontier", samples, temperature)]
     player.efficiency = player.beside = None
     size = play.prompts_per_batch * 8 // samples  # in replies as with eval.num_samples=8
     player.prompts_per_batch = max(1, size)

@@ -20,15 +20,22 @@ PER_TOKEN = ("kl/ref", "kl/ref_k3")
 PER_JUDGED_ROW = ("reward/mean", "reward/raw_mean", "square", "kl/ref_sequence")
 
 
-def summarize(batch: TensorDictBase, runtime: Runtime) -> dict[str, float]:
-    """Return the metrics of an iteration's batch (before the update)."""
+def summarize(
+    batch: TensorDictBase, runtime: Runtime, *, rewarded: bool = True
+) -> dict[str, float]:
+    """Return the metrics of an iteration's batch (before the update).
+
+    `rewarded`: whether the task rewards anything; else there are no metrics of rewards.
+    """
     mask, out = batch.get("loss_mask"), dict[str, float]()  # [B, T]
     response = batch.get(("masks", "all_response_mask"), mask)
     sampled = response & judged_rows(batch).unsqueeze(-1)
     sums = {"rows": float(mask.shape[0]), "tokens": float(sampled.sum())}
     sums["judged"] = float(judged_rows(batch).sum())
-    if "reward_raw" in batch:
+    if "reward_raw" in batch and rewarded:
         _rewards(batch, sums)
+    if "truncated" in batch:
+        sums["response/truncated_fraction"] = float(batch.get("truncated").sum())
     if "kl_penalty" in batch:
         _kl(batch, sampled, sums)
     logged, per_token = batch.get("logged", {}), [*PER_TOKEN]
@@ -82,7 +89,6 @@ def _rewards(batch: TensorDictBase, sums: dict[str, float]) -> None:
     if "reward_errors" in batch:
         sums["reward/errors"] = float(batch.get("reward_errors").sum())
         sums["reward/dropped_fraction"] = float((~judged).sum())
-    sums["response/truncated_fraction"] = float(batch.get("truncated").sum())
     rows, idle = groups(batch.get("group_id")), idle_groups(batch).tolist()
     flat = [i for g, i in zip(rows, idle, strict=True) if len(g) > 1 and bool(judged[g].all())]
     sums["groups"], sums["flat"] = float(len(flat)), float(sum(flat))

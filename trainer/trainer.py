@@ -99,7 +99,8 @@ class Trainer:
             self.last_sync = sync(self.policy, self.generator, last=self.last_sync)
             self.retrieve_kl.refresh(i + 1)
             clock.lap("sync")
-            metrics |= summarize(batch, self.runtime) | {"kl/coeff": self.update.leash.coeff}
+            metrics |= summarize(batch, self.runtime, rewarded=self.evaluate.task.rewarded)
+            metrics["kl/coeff"] = self.update.leash.coeff
             metrics |= self.runtime.all_reduce_max(self.last_sync.metrics())
             self.update.leash.follow(metrics, replies=len(batch) * self.runtime.ranks)
             self._count(batch, metrics, clock)
@@ -202,7 +203,8 @@ class Trainer:
             count = self.num_logged_replies
             if count != "all":  # each rank logs an equal share
                 count = -(-int(count) // self.runtime.ranks)
-            local = transcripts(batch, iteration, count=count, kind="train", tokenizer=tokenizer)
+            options = {"kind": "train", "rewarded": self.evaluate.task.rewarded}
+            local = transcripts(batch, iteration, count=count, tokenizer=tokenizer, **options)
             rows = [row for part in self.runtime.gather(local) for row in part]
             self.observers.replies(rows, iteration, kind="train")
         if self.evaluate.due(iteration, self.num_iterations):

@@ -12,7 +12,13 @@ MAX_TOKENS = 256  # of a row: about ten kilobytes
 
 
 def transcripts(
-    batch: TensorDictBase, iteration: int, *, count: int | str, kind: str, tokenizer: Any = None
+    batch: TensorDictBase,
+    iteration: int,
+    *,
+    count: int | str,
+    kind: str,
+    tokenizer: Any = None,
+    rewarded: bool = True,
 ) -> list[dict]:
     """Return replies of a batch as plain records for transcripts.jsonl, the highest reward first.
 
@@ -30,14 +36,20 @@ def transcripts(
     ends = (i for pair in zip(order, reversed(order), strict=True) for i in pair)  # to the middle
     wanted = (i for g in dict.fromkeys(owner[i] for i in (*first, *ends)) for i in groups[g])
     chosen = {*first, *islice(wanted, None if count == "all" else int(count))}
-    rows = {i: transcript(batch, i, iteration, kind=kind) for i in order if i in chosen}
+    options = {"kind": kind, "rewarded": rewarded}
+    rows = {i: transcript(batch, i, iteration, **options) for i in order if i in chosen}
     for i, rank in ranks.items() if tokenizer is not None else ():
-        rows[i] |= {"rank": rank, "pieces": token_columns(batch, i, tokenizer)}
+        rows[i] |= {
+            "rank": rank if rewarded else None,
+            "pieces": token_columns(batch, i, tokenizer),
+        }
     return list(rows.values())
 
 
-def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> dict:
-    """Return row i of a batch as a plain record."""
+def transcript(
+    batch: TensorDictBase, i: int, iteration: int, *, kind: str, rewarded: bool = True
+) -> dict:
+    """Return row i of a batch as a plain record; its reward is None unless the task `rewarded`."""
     mask = batch.get("loss_mask")[i]
     sampled = batch.get(("masks", "all_response_mask"), batch.get("loss_mask"))[i]
     parts = batch.get("reward_part", TensorDict())
@@ -54,7 +66,7 @@ def transcript(batch: TensorDictBase, i: int, iteration: int, *, kind: str) -> d
         "answer": batch.get("answer")[i].data or None if "answer" in batch else None,
         "response": batch.get("response")[i].data,
         **({"messages": messages} if messages else {}),
-        "reward": _short(batch.get("reward_raw")[i].sum()),
+        "reward": _short(batch.get("reward_raw")[i].sum()) if rewarded else None,
         "parts": {n: _short(v[i]) for n, v in parts.items() if not bool(v[i].isnan())},
         "advantage": None if none else _short(advantage[i][mask].mean()),
         "kl": None if penalty is None else _short((penalty[i] * sampled).sum()),

@@ -1,7 +1,8 @@
 """mode=frontier: sample the reference on the eval rows and write the rewards to frontier.json.
 
-The reference is the start model of training, or kl.reference, at temperature 1. The file is written
-once per run or sweep, next to its page.
+The reference is the start model of training, or kl.reference, at temperature 1 times
+kl.reference_temperature, as in the KL of an evaluation. The file is written once per run or sweep,
+next to its page.
 """
 
 import json
@@ -18,7 +19,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     samples = settings["eval"]["num_samples"]
     path = Path(settings["output_dir"]).expanduser() / FILE
     loop.observers.say(f"sampling the reference: {loop.evaluate.about}")
-    rewards = sample(loop.evaluate, samples)
+    rewards = sample(loop.evaluate, samples, temperature=settings["kl"]["reference_temperature"])
     if not loop.runtime.is_main:
         return 0.0
     if not rewards:
