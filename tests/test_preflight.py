@@ -14,8 +14,8 @@ import train
 from policies.load import load_policy
 from policies.models import find_model, load_tokenizer
 from trainer.modes.preflight import costs
-from trainer.modes.preflight.costs import at_limits, memory_of
-from trainer.modes.preflight.profile import Phase, restart_peak
+from trainer.modes.preflight.costs import at_limits, largest_micro_batch, memory_of, note_casts
+from trainer.modes.preflight.profile import Findings, Phase, restart_peak
 from trainer.modes.preflight.tokens import table
 from trainer.runtime import peak_memory
 
@@ -37,6 +37,32 @@ def test_a_phase_is_scaled_to_the_limits_but_not_what_is_there_whatever_the_leng
     assert at_limits(phase, scale=0.5) == 130, "what was measured can happen"
     assert at_limits(phase, scale=2.0, gradients=20) == 140
     assert at_limits(phase, scale=2.0, gradients=50) == 130
+
+
+@pytest.mark.parametrize(("room", "fits"), [(160, 200), (115, 50), (90, 0)])
+def test_the_largest_micro_batch_is_what_the_growth_per_token_leaves_room_for(room, fits):
+    phase = Phase(seconds=1.0, before=80, peak=130)  # with 20 bytes of gradients, 30 for 100 tokens
+    assert largest_micro_batch(phase, tokens=100, room=room, gradients=20) == fits
+
+
+def test_a_gpu_has_what_torch_holds_or_can_take(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 20)
+    assert memory_of(torch.device("cuda")) == 50
+
+
+@pytest.mark.parametrize(
+    ("words", "noted"),
+    [
+        (("policy.lora.r=4",), True),
+        (("policy.lora.r=4", "policy.dtype=bfloat16"), False),
+        (("policy.lora.r=4", "policy.autocast=null"), False),
+        ((), False),
+    ],
+)
+def test_float32_weights_that_lora_freezes_are_noted(words, noted, capsys):
+    note_casts(asked(("experiment=grpo_qwen", *words))["policy"], Findings())
+    assert ("policy.dtype=bfloat16" in capsys.readouterr().out) == noted
 
 
 @pytest.mark.parametrize("size", [1, 63, 500, 5000])
@@ -109,3 +135,6 @@ def test_idle_groups_memory_and_a_full_disk_are_problems(tmp_path, capsys, monke
     assert int(found[1]) == round((3 * 3 * model + model) / 2**20)  # one more while it is written
     for remedy in ("algorithm.group_size", "output_dir=", "trainer.micro_batch_tokens"):
         assert remedy in printed
+    for name in ("generate", "score", "update", "evaluation", "gathering a checkpoint"):
+        assert re.search(rf"^  {name} +\d+ MiB +\d+ MiB$", printed, re.M), printed
+    assert "the largest trainer.micro_batch_tokens that fits: 0\n" in printed

@@ -125,8 +125,11 @@ class Runtime:
         """Return the maximum over ranks of each value; names are equal on all ranks."""
         if self.ranks == 1 or not values:
             return values
-        gathered = self.gather(values)
-        return {name: max(part[name] for part in gathered) for name in values}
+        names = sorted(values)
+        numbers = [float(values[name]) for name in names]
+        most = torch.tensor(numbers, dtype=torch.float64, device=self.device)  # [N]
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        return dict(zip(names, most.tolist(), strict=True))
 
     def load(self, make: Callable[..., Any]) -> Any:
         """Return the policy that `make` loads, on this rank's device."""
@@ -161,11 +164,13 @@ class Runtime:
 
     def check_stop(self) -> None:
         """Raise Stopped on all ranks together if one got a signal or the parent is gone."""
-        reason = stop_reason(self.stop_signal) if self.stop_signal else None
-        if reason is None and self.parent not in (None, os.getppid()):  # the parent was killed
-            reason = "the process that started the run is gone"
-        if reasons := [other for other in self.gather(reason) if other]:
-            raise Stopped(reasons[0])
+        orphan = self.parent not in (None, os.getppid())  # the parent was killed
+        stops = {"signal": float(self.stop_signal or 0), "orphan": float(orphan)}
+        stops = self.all_reduce_max(stops)
+        if stops["signal"]:
+            raise Stopped(stop_reason(int(stops["signal"])))
+        if stops["orphan"]:
+            raise Stopped("the process that started the run is gone")
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:

@@ -35,8 +35,8 @@ LOST = re.compile(r"Connection (closed|reset) by peer|remote process exited|Brok
 TRACEBACKS = "LEASH_TRACEBACKS"  # the user's HYDRA_FULL_ERROR, for the processes of a run
 LONG, LONGEST = 2_000, 1 << 20  # characters of a line and of a traceback, which may quote a reply
 LESS_MEMORY = (
-    "lower trainer.micro_batch_tokens (training) or algorithm.group_size (generation), or set "
-    "policy.dtype=bfloat16"
+    "lower trainer.micro_batch_tokens (training), algorithm.group_size (generation) or "
+    "eval.prompts_per_batch (evaluation), or set policy.dtype=bfloat16"
 )
 
 

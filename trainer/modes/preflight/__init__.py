@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.modes.preflight.checks import check_rewards, check_rows, check_steps
 from trainer.modes.preflight.costs import check_disk, check_memory, check_time
-from trainer.modes.preflight.profile import Findings, profile
+from trainer.modes.preflight.profile import Findings, profile, profile_rest
 from trainer.modes.preflight.tokens import check_tokens
 from trainer.trainer import Trainer
 
@@ -28,7 +28,8 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     check_tokens(loop, first.batch, findings)
     if "reward_raw" in first.batch:
         check_rewards(first.batch, findings)
-    check_memory(loop, settings, findings, played=second, longest=longest)
-    check_time(loop, settings, findings, played=(first, second))
+    rest = profile_rest(loop)
+    check_memory(loop, settings, findings, played=second, rest=rest, longest=longest)
+    check_time(loop, settings, findings, played=(first, second), rest=rest)
     check_disk(loop, settings, findings)
     return loop.runtime.gather(findings.finish())[0]

@@ -33,7 +33,7 @@ from policies.scorer import Placement, Scorer
 from policies.sharding import ShardedScorer
 from policies.token_distribution import score_columns
 from trainer.checkpoint import gather_moments
-from trainer.modes.preflight.costs import FULL, gib
+from trainer.modes.preflight.costs import FULL, gib, note_casts
 from trainer.modes.preflight.ledger import Ledger, by_shapes, rank_of
 from trainer.modes.preflight.profile import Findings
 from trainer.runtime import Runtime
@@ -288,6 +288,7 @@ def report(figures: Figures, settings: dict[str, Any], findings: Findings) -> No
     findings.say(
         f"the largest trainer.micro_batch_tokens that fits: {max(most, 0) * figures.tokens}"
     )
+    note_casts(settings["policy"], findings)
     findings.section(
         "Memory of the host",
         f"{gib(figures.host)} a node of {min(ranks, NODE)} ranks while they load",

@@ -1,9 +1,7 @@
 """Predict memory, time and disk of a run from the iterations of a preflight."""
 
 import shutil
-import time
 from contextlib import suppress
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,27 @@ def at_limits(phase: Phase, *, scale: float, gradients: int = 0) -> int:
     return int(fixed + (phase.peak - fixed) * max(scale, 1.0))
 
 
+def largest_micro_batch(phase: Phase, *, tokens: int, room: float, gradients: int) -> int:
+    """Return the tokens that fit in `room` bytes if an update with `tokens` had this phase."""
+    fixed = min(phase.before + gradients, phase.peak)
+    return int(tokens * max(room - fixed, 0) / max(phase.peak - fixed, 1))
+
+
+def note_casts(policy: dict[str, Any], findings: Findings) -> None:
+    """Name the dtype that spares LoRA's frozen weights a cast in each forward."""
+    # Autocast keeps the cast weights of a forward only where they are trained.
+    if policy["lora"]["r"] and policy["dtype"] == "float32" and policy["autocast"]:
+        findings.say("frozen float32 weights are cast in each product; set policy.dtype=bfloat16")
+
+
 def check_memory(
-    loop: Trainer, settings: dict[str, Any], findings: Findings, *, played: Iteration, longest: int
+    loop: Trainer,
+    settings: dict[str, Any],
+    findings: Findings,
+    *,
+    played: Iteration,
+    rest: dict[str, Phase],
+    longest: int,
 ) -> None:
     """Print the measured peak of each phase, and the peak for sequences of `longest` tokens.
 
@@ -35,23 +52,33 @@ def check_memory(
     """
     limit, device = settings["trainer"]["micro_batch_tokens"], loop.runtime.device
     lengths = played.batch.get(("masks", "all_attention_mask")).sum(-1)  # [B]
-    forward = max(limit, longest) / min(max(limit, int(lengths.max())), int(lengths.sum()))
-    scale = {"generate": longest / int(lengths.max()), "score": forward, "update": forward}
+    tokens = min(max(limit, int(lengths.max())), int(lengths.sum()))  # of a micro-batch
+    longer, forward = longest / int(lengths.max()), max(limit, longest) / tokens
+    scale = {"generate": longer, "evaluation": longer, "score": forward, "update": forward}
     weights = loop.policy.scorer.parameters()
-    gradients = {"update": sum(local_bytes(p) for p in weights if p.requires_grad)}
+    gradients = sum(local_bytes(p) for p in weights if p.requires_grad)
+    sharing = loop.runtime.ranks if device.type == "cpu" else 1  # ranks share a CPU's memory
     room, needs = memory_of(device), {}
     findings.section(
         "Memory of a rank",
         f"the longest of {len(lengths)} sequences has {int(lengths.max())} tokens of {longest}",
-        f"{'phase':<10}{'measured':>12}{'at the limits':>16}",
+        f"{'phase':<22}{'measured':>12}{'at the limits':>16}",
     )
-    for name in scale if "reward_raw" in played.batch else ("update",):
-        phase = played.phases[name]
-        needs[name] = at_limits(phase, scale=scale[name], gradients=gradients.get(name, 0))
-        findings.say(f"{name:<10}{gib(phase.peak):>12}{gib(needs[name]):>16}")
-    worst, ranks = max(needs, key=needs.__getitem__), loop.runtime.ranks
-    most = needs[worst] * (ranks if device.type == "cpu" else 1)  # ranks share a CPU's memory
-    findings.say(f"the device has {gib(room)}")
+    others = {"sync"} if "reward_raw" in played.batch else {"sync", "generate", "score"}
+    for name, phase in (played.phases | rest).items():
+        if name not in others:
+            fixed = gradients if name == "update" else 0
+            needs[name] = at_limits(phase, scale=scale.get(name, 1.0), gradients=fixed)
+            findings.say(f"{name:<22}{gib(phase.peak):>12}{gib(needs[name]):>16}")
+    worst = max(needs, key=needs.__getitem__)
+    most = needs[worst] * sharing
+    findings.say(f"the run can use {gib(room)}")
+    fits = largest_micro_batch(
+        played.phases["update"], tokens=tokens, room=FULL * room / sharing, gradients=gradients
+    )
+    findings.say(f"the largest trainer.micro_batch_tokens that fits: {fits}")
+    if device.type == "cuda":
+        note_casts(settings["policy"], findings)
     if most > FULL * room:
         findings.problem(
             f"{worst} needs up to {gib(most)} of {gib(room)}; {LESS_MEMORY}, policy.lora.r=16, or "
@@ -60,9 +87,9 @@ def check_memory(
 
 
 def memory_of(device: torch.device) -> int:
-    """Return the memory in bytes of a GPU, else of the machine or the container's limit."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    """Return the bytes of a GPU that torch has or can take, else of the machine or container."""
+    if device.type == "cuda":  # without CUDA's context, NCCL and other processes
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     total = psutil.virtual_memory().total
     with suppress(OSError, ValueError):  # no cgroup, or "max"
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -70,7 +97,12 @@ def memory_of(device: torch.device) -> int:
 
 
 def check_time(
-    loop: Trainer, settings: dict[str, Any], findings: Findings, *, played: tuple[Iteration, ...]
+    loop: Trainer,
+    settings: dict[str, Any],
+    findings: Findings,
+    *,
+    played: tuple[Iteration, ...],
+    rest: dict[str, Phase],
 ) -> None:
     """Predict the run time without checkpoints, from the second iteration."""
     total, (first, second) = settings["trainer"]["num_iterations"], played
@@ -80,14 +112,12 @@ def check_time(
         findings.say(f"{name:<9} {phase.seconds:.2f} s (the first {before:.2f} s)")
     training = first.seconds + (total - 1) * second.seconds
     parts = {"start": findings.start, f"{total} iterations": training}
-    if loop.evaluate.plans:
-        few, beside = copy(loop.evaluate), loop.evaluate.beside
-        few.beside = None
-        few.rows = few.rows[: few.prompts_per_batch * loop.runtime.ranks]
-        start, times = time.perf_counter(), 1 + sum(few.due(i, total) for i in range(1, total + 1))
-        few(0)
-        count = len(loop.evaluate.rows) + (len(beside.rows) if beside else 0)
-        one = (time.perf_counter() - start) * count / max(len(few.rows), 1)
+    if "evaluation" in rest:
+        evaluate, beside = loop.evaluate, loop.evaluate.beside
+        times = 1 + sum(evaluate.due(i, total) for i in range(1, total + 1))
+        count = len(evaluate.rows) + (len(beside.rows) if beside else 0)
+        few = min(evaluate.prompts_per_batch * loop.runtime.ranks, len(evaluate.rows))  # played
+        one = rest["evaluation"].seconds * count / max(few, 1)
         parts[f"{times} evaluations of {one:.2f} s"] = times * one
     for name, seconds in parts.items():
         findings.say(f"{name}: {duration(seconds)}")

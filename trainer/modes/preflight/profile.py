@@ -4,7 +4,9 @@ import ctypes
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from tensordict import TensorDictBase
 
+from trainer.checkpoint import gather_moments
 from trainer.runtime import peak_memory
 from trainer.trainer import Trainer
 from trainer.weight_sync import weight_sync
@@ -79,19 +82,38 @@ class Iteration:
 def profile(loop: Trainer, number: int) -> Iteration:
     """Run an iteration as training does, and measure its phases."""
     phases: dict[str, Phase] = {}
-
-    def phase(name: str, work: Callable[[], Any]) -> Any:
-        before, start = restart_peak(loop.runtime.device), time.perf_counter()
-        out = work()
-        phases[name] = Phase(time.perf_counter() - start, before, peak_memory(loop.runtime.device))
-        return out
-
+    phase = partial(measure, phases, loop.runtime.device)
     batch = phase("generate", lambda: loop.source(number))
     batch = phase("score", lambda: loop.advantage(loop.score(batch)))
     phase("update", lambda: loop.update(batch))
     if loop.generator is not loop.policy:
         phase("sync", lambda: weight_sync(loop.policy, loop.generator))
     return Iteration(batch, phases)
+
+
+def profile_rest(loop: Trainer) -> dict[str, Phase]:
+    """Play a batch of the evaluation and gather a checkpoint; measure both."""
+    phases: dict[str, Phase] = {}
+    phase = partial(measure, phases, loop.runtime.device)
+    if loop.evaluate.plans:
+        few = copy(loop.evaluate)
+        few.beside = None
+        few.rows = few.rows[: few.prompts_per_batch * loop.runtime.ranks]
+        phase("evaluation", lambda: few(0))
+    if loop.checkpoints.every:
+        gather = partial(gather_moments, loop.checkpoints.optimizer, loop.policy)
+        phase("gathering a checkpoint", lambda: gather(fill=loop.runtime.is_main))
+    return phases
+
+
+def measure(
+    phases: dict[str, Phase], device: torch.device, name: str, work: Callable[[], Any]
+) -> Any:
+    """Do the work of a phase; add its cost to `phases`."""
+    before, start = restart_peak(device), time.perf_counter()
+    out = work()
+    phases[name] = Phase(time.perf_counter() - start, before, peak_memory(device))
+    return out
 
 
 def restart_peak(device: torch.device) -> int:
