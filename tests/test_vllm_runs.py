@@ -119,10 +119,13 @@ def test_of_a_lora_the_adapter_alone_is_handed_over_to_a_server_and_within(serve
     assert make_vllm_generator(policy, folder=tmp_path / "share", url=server[0]).takes_trained
 
 
+@pytest.mark.parametrize("served", [True, False])
 @pytest.mark.parametrize("launch", ["ddp", "fsdp2"])
-def test_two_ranks_sample_by_one_server_what_one_rank_does(launch, colocated, server, tmp_path):
+def test_two_ranks_sample_by_a_server_or_an_engine_each_what_one_rank_does(
+    served, launch, colocated, server, tmp_path
+):
     words = [TINY[0], *FEW, f"launch={launch}", "launch.num_processes=2"]
-    words += [f"policy.engine.url={server[0]}"]
+    words += [f"policy.engine.url={server[0]}"] if served else []
     rows, whole = run(tmp_path / "run", *words), lines(colocated / "metrics.jsonl")
     proved(rows)
     for name in ("loss/total", "reward/raw_mean", "kl/ref", "sync/probe_before"):
