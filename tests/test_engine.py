@@ -17,6 +17,7 @@ from small_runs import IN_ITERATION_2, Counted, stop, train
 
 from conf.compose import compose, compose_checked
 from conf.plan import plan
+from policies.weights import WeightStream
 from policies.wrappers.vllm_server import VLLMServer
 from trainer.importance_sampling import ImportanceSampling
 from trainer.weight_sync import weight_sync
@@ -76,6 +77,17 @@ def test_steps_too_small_to_tell_add_up_to_a_stale_engine_however_coarse_it_is(p
 def test_an_engine_with_other_weights_is_not_the_policy(policy):
     with pytest.raises(RuntimeError, match="is not the policy"):
         weight_sync(policy, beside(policy, Wrong))
+
+
+def test_a_half_precision_server_gets_matrices_in_its_dtype_but_none_that_is_wide_on_purpose():
+    matrix, vector = torch.rand(3, 2), torch.rand(2)  # [3, 2], [2]
+    every = WeightStream({"matrix": matrix, "vector": vector})
+    routed = WeightStream({"matrix": matrix.bfloat16(), "router": matrix})
+    for stream in (every, routed):
+        stream.narrow(torch.bfloat16)
+    assert torch.equal(dict(every)["matrix"], matrix.bfloat16())
+    assert torch.equal(dict(every)["vector"], vector)
+    assert torch.equal(dict(routed)["router"], matrix)
 
 
 @pytest.mark.runs
