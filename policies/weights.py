@@ -21,21 +21,21 @@ class WeightStream:
     """Iterate over the names and full weights of a model, as in its checkpoint.
 
     One weight at a time is gathered from its shards, so all ranks iterate together.
-    held: what this rank holds of each weight. changed: iterates over them with changes, as a merged
-    adapter. half: dtype of weights whose shards are float32 masters. `dtypes`: of the full weights.
+    local: what this rank holds of each weight. changed: iterates over them with a merged adapter.
+    half: dtype of weights whose shards are float32 masters. `dtypes`: those of the full weights.
     """
 
     def __init__(
         self,
-        held: Mapping[str, Tensor],
+        local: Mapping[str, Tensor],
         *,
         changed: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
         half: torch.dtype | None = None,
     ) -> None:
-        self.held, self.changed = held, changed or held.items
-        self.dtypes = {name: weight.dtype for name, weight in held.items()}
+        self.local, self.changed = local, changed or local.items
+        self.dtypes = {name: weight.dtype for name, weight in local.items()}
         if half is not None:
-            masters = [name for name, weight in held.items() if isinstance(weight, DTensor)]
+            masters = [name for name, weight in local.items() if isinstance(weight, DTensor)]
             self.dtypes |= dict.fromkeys(masters, half)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -46,7 +46,7 @@ class WeightStream:
         """Cast wider matrices to an engine's dtype, unless the model has weights of that dtype."""
         # Routers and biases of experts are float32 on purpose in a half-precision model.
         if dtype not in self.dtypes.values():
-            wide = [name for name, weight in self.held.items() if weight.ndim > 1]
+            wide = [name for name, weight in self.local.items() if weight.ndim > 1]
             wide = [name for name in wide if self.dtypes[name].itemsize > dtype.itemsize]
             self.dtypes |= dict.fromkeys(wide, dtype)
 

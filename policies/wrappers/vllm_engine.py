@@ -150,8 +150,8 @@ class VLLMEngine(nn.Module):
         if self.adapter is not None:
             self._take_adapter(dict(named))
         else:
-            here = self.llm.llm_engine.vllm_config.parallel_config.world_size == 1
-            weights = iter(named) if here else list(named)  # a list can go to other processes
+            alone = self.llm.llm_engine.vllm_config.parallel_config.world_size == 1
+            weights = iter(named) if alone else list(named)  # a list can go to other processes
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept keys and values of the old weights: is it generating?")

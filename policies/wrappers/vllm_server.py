@@ -284,8 +284,8 @@ class Transfer:
         """Return name, dtype and shape of each weight."""
         from vllm.distributed.weight_transfer import ParamMeta  # pyright: ignore[reportMissingImports]
 
-        held, dtypes = self.weights.held, self.weights.dtypes
-        return [ParamMeta(name, dtypes[name], tuple(w.shape)) for name, w in held.items()]
+        local, dtypes = self.weights.local, self.weights.dtypes
+        return [ParamMeta(name, dtypes[name], tuple(w.shape)) for name, w in local.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self.weights:
