@@ -115,14 +115,18 @@ def test_of_a_lora_the_adapter_alone_is_handed_over_to_a_server_and_within(serve
     within, served = run(tmp_path / "within", *words), run(tmp_path / "served", *words, url)
     proved(within)
     same(served[1:], within[1:])
+    words += ["launch=fsdp2", "launch.num_processes=2"]
+    sharded = run(tmp_path / "sharded", *words, url)
+    proved(sharded)
+    whole = [row["loss/total"] for row in within[1:]]
+    assert [row["loss/total"] for row in sharded[1:]] == pytest.approx(whole, rel=1e-3)
     policy = load_policy("tiny", lora={"r": 4})
     assert make_vllm_generator(policy, folder=tmp_path / "share", url=server[0]).takes_trained
 
 
-@pytest.mark.parametrize("served", [True, False])
-@pytest.mark.parametrize("launch", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("launch", "served"), [("ddp", True), ("fsdp2", True), ("fsdp2", False)])
 def test_two_ranks_sample_by_a_server_or_an_engine_each_what_one_rank_does(
-    served, launch, colocated, server, tmp_path
+    launch, served, colocated, server, tmp_path
 ):
     words = [TINY[0], *FEW, f"launch={launch}", "launch.num_processes=2"]
     words += [f"policy.engine.url={server[0]}"] if served else []
