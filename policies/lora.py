@@ -254,14 +254,15 @@ def _adapted_name(name: str, layer: Any) -> str:
 
 
 @torch.no_grad()
-def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict with W + alpha/r * B A for W; without an adapter, unchanged."""
-    out = base_weights(model)
-    for name, layer in _layers(model).items():
-        adapted = _adapted_name(name, layer)
-        weight = out[adapted]
-        out[adapted] = (weight + layer.get_delta_weight(TRAINED)).to(weight.dtype)
-    return out
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the state dict with W + alpha/r * B A for W; without an adapter, unchanged."""
+    layers = {_adapted_name(name, layer): layer for name, layer in _layers(model).items()}
+    for name, weight in base_weights(model).items():
+        layer = layers.get(name)
+        if layer is None:
+            yield name, weight
+        else:
+            yield name, (weight + layer.get_delta_weight(TRAINED)).to(weight.dtype)
 
 
 def save_adapter(model: Any, folder: Path, *, base: str = "") -> None:

@@ -45,6 +45,7 @@ class Generator(Protocol):
 class Engine(Generator, Protocol):
     """Sample with a copy of the weights, which `load_weights` replaces; `scorer` probes it.
 
+    `load_weights` iterates over all of them on every rank: with shards each step gathers one.
     `tolerance`: the largest allowed difference of log-probs to the policy's, nats.
     """
 

@@ -28,6 +28,7 @@ class Placement:
 
     gathered = True  # whether this rank holds full weights now
     device: torch.device | None = None  # device of forwards; None: the device of the weights
+    half: torch.dtype | None = None  # dtype of weights that this rank holds in float32
 
     def copy(self, module: nn.Module, shared: dict[int, Any] | None = None) -> nn.Module:
         """Return a copy of a module, which shares the weights in `shared` (id -> weight)."""

@@ -1,16 +1,54 @@
 """Save, load and name the trained weights: all of a model, or those of its adapter."""
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from policies import lora
 from policies.cache import share
 from policies.models import has_adapter, quiet
 from policies.scorer import Scorer
+from policies.sharding import full
+
+
+class WeightStream:
+    """Iterate over the names and full weights of a model, as in its checkpoint.
+
+    One weight at a time is gathered from its shards, so all ranks iterate together.
+    local: what this rank holds of each weight. changed: iterates over them with a merged adapter.
+    half: dtype of weights whose shards are float32 masters. `dtypes`: those of the full weights.
+    """
+
+    def __init__(
+        self,
+        local: Mapping[str, Tensor],
+        *,
+        changed: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
+        half: torch.dtype | None = None,
+    ) -> None:
+        self.local, self.changed = local, changed or local.items
+        self.dtypes = {name: weight.dtype for name, weight in local.items()}
+        if half is not None:
+            masters = [name for name, weight in local.items() if isinstance(weight, DTensor)]
+            self.dtypes |= dict.fromkeys(masters, half)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self.changed():
+            yield name, full(weight.detach()).to(self.dtypes[name])
+
+    def narrow(self, dtype: torch.dtype) -> None:
+        """Cast wider matrices to an engine's dtype, unless the model has weights of that dtype."""
+        # Routers and biases of experts are float32 on purpose in a half-precision model.
+        if dtype not in self.dtypes.values():
+            wide = [name for name, weight in self.local.items() if weight.ndim > 1]
+            wide = [name for name in wide if self.dtypes[name].itemsize > dtype.itemsize]
+            self.dtypes |= dict.fromkeys(wide, dtype)
 
 
 class ModelWeights:
@@ -26,6 +64,10 @@ class ModelWeights:
     def merged(self) -> dict[str, Tensor]:
         """Return the state dict of the ordinary model with these weights."""
         return self.model.state_dict()
+
+    def stream(self, *, trained: bool = False, half: torch.dtype | None = None) -> WeightStream:
+        """Return the weights of `merged`, or of `named` if `trained`; half: see `WeightStream`."""
+        return WeightStream(self.named() if trained else self.merged(), half=half)
 
     def export(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
         """Write an ordinary model that transformers and vLLM load without leash."""
@@ -60,7 +102,14 @@ class AdapterWeights(ModelWeights):
 
     def merged(self) -> dict[str, Tensor]:
         """Return the state dict of the model with the adapter merged."""
-        return lora.merged_weights(self.model)
+        return dict(lora.merged_weights(self.model))
+
+    def stream(self, *, trained: bool = False, half: torch.dtype | None = None) -> WeightStream:
+        """Return the weights of `merged`, or of `named` if `trained`; half: see `WeightStream`."""
+        if trained:
+            return super().stream(trained=True, half=half)
+        changed = partial(lora.merged_weights, self.model)
+        return WeightStream(lora.base_weights(self.model), changed=changed, half=half)
 
     def plain(self) -> Any:
         """Return an ordinary model with the adapter merged."""

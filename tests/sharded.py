@@ -63,6 +63,7 @@ MORE = {
     "grpo, refresh": ("grpo", REFRESH, "kl.refresh_decay=0.5"),
     "grpo, target KL": ("grpo", "algorithm.target_kl=0.001", "algorithm.epochs=3"),
     "grpo, importance": ("grpo", CORRECTED),
+    "grpo, engine": ("grpo",),
     "grpo, frontier": ("grpo", "eval.frontier=8"),
     "grpo, a rank without rows": ("grpo",),
     "grpo, LoRA, a rank without rows": ("grpo", LORA),
@@ -77,7 +78,7 @@ MORE = {
 }
 CASES = {name: (name,) for name in ALGORITHMS} | MORE
 ROUNDED = [name for name in CASES if "bfloat16" in name or "autocast" in name]
-FEW = ("ppo", "ppo, head", "grpo, LoRA, a rank without rows", "sft, packed")  # of `make test`
+FEW = ("ppo", "ppo, head", "grpo, engine", "grpo, LoRA, a rank without rows", "sft, packed")
 RESUMED = "ppo, head"  # of these
 
 
@@ -113,6 +114,8 @@ def compose(name: str, model: Path, *, ranks: int, launch: str = "fsdp2") -> dic
     config = compose_checked(words)
     task = "sharded.OnlyOne" if "without rows" in name else "invariance.Pairs"
     config["env"] |= {"task": {"_target_": task}, "rewards": {}}
+    if kind == "engine":
+        config["policy"]["engine"] = {"_target_": "engines.beside"}
     return config
 
 

@@ -1,5 +1,6 @@
 """preflight_gpu: a dry run's figures beside an independent count, and beside real tensors."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from policies.decoding import GROWTH, LOGITS
 from policies.layers import replace_layers
 from policies.models import find_model, load_model
 from policies.scorer import Scorer
-from trainer.modes.preflight.cluster import Figures, measure
-from trainer.modes.preflight.ledger import Ledger
+from policies.weights import weights_of
+from trainer.modes.preflight.cluster import Figures, Rank, measure
+from trainer.modes.preflight.ledger import Ledger, by_shapes, rank_of
 from trainer.optimizer import make_optimizer
+from trainer.shards import make_mesh
 
 WIDTH, LAYERS, VOCABULARY, MIDDLE, HEADS, KEYS = 64, 3, 512, 192, 4, 2
 LAYER = 2 * (WIDTH * WIDTH + WIDTH * WIDTH // 2) + 2 * WIDTH + 3 * WIDTH * MIDDLE + 2 * WIDTH
@@ -68,6 +71,21 @@ def test_a_rank_of_four_holds_and_sends_what_the_weights_say(folder):
     assert found.resident + largest <= found.checkpoint <= found.resident + 3 * largest
     assert found.host == pytest.approx(4 * size, abs=few)
     assert found.saved == pytest.approx(3 * size, abs=few)
+
+
+@pytest.mark.parametrize("word", ["policy.dtype=bfloat16", "policy.lora.r=4"])
+def test_a_transfer_to_an_engine_gathers_one_weight_at_a_time(folder, word):
+    settings = asked([*WORDS, folder, *FSDP2, word])
+    with rank_of(4), ExitStack() as stack:
+        mesh = make_mesh("cpu", 4)
+        ledger = stack.enter_context(by_shapes())
+        rank = Rank(plan(settings), settings, ledger, mesh)
+        ledger.restart()
+        before, half = ledger.now, rank.scorer.placement.half
+        sent = sum(weight.nbytes for _, weight in weights_of(rank.scorer).stream(half=half))
+    largest = 4 * VOCABULARY * WIDTH
+    assert sent == WEIGHTS * (2 if half else 4)
+    assert before + largest <= ledger.peak <= before + 3 * largest
 
 
 @pytest.mark.runs

@@ -17,8 +17,11 @@ from small_runs import IN_ITERATION_2, Counted, stop, train
 
 from conf.compose import compose, compose_checked
 from conf.plan import plan
+from policies.weights import WeightStream
 from policies.wrappers.vllm_server import VLLMServer
+from policies.wrappers.vllm_wrapper import make_vllm_generator
 from trainer.importance_sampling import ImportanceSampling
+from trainer.modes.preflight.ledger import rank_of
 from trainer.weight_sync import weight_sync
 
 SERVED = "policy.engine.url=http://localhost:8000"
@@ -78,6 +81,17 @@ def test_an_engine_with_other_weights_is_not_the_policy(policy):
         weight_sync(policy, beside(policy, Wrong))
 
 
+def test_a_half_precision_server_gets_matrices_in_its_dtype_but_none_that_is_wide_on_purpose():
+    matrix, vector = torch.rand(3, 2), torch.rand(2)  # [3, 2], [2]
+    every = WeightStream({"matrix": matrix, "vector": vector})
+    routed = WeightStream({"matrix": matrix.bfloat16(), "router": matrix})
+    for stream in (every, routed):
+        stream.narrow(torch.bfloat16)
+    assert torch.equal(dict(every)["matrix"], matrix.bfloat16())
+    assert torch.equal(dict(every)["vector"], vector)
+    assert torch.equal(dict(routed)["router"], matrix)
+
+
 @pytest.mark.runs
 def test_a_run_with_an_engine_is_the_run_without_one_and_resumes(tmp_path):
     train(tmp_path / "without")
@@ -118,6 +132,11 @@ def test_what_another_engine_samples_is_corrected_unless_it_is_switched_off():
 def test_what_does_not_go_with_an_engine_is_refused_before_the_run(words, key):
     assert key in refusal(*words)
     compose_checked([*VLLM, SERVED])  # a server has its own vLLM
+
+
+def test_ranks_with_an_engine_each_share_none(policy, tmp_path):
+    with rank_of(2), pytest.raises(ValueError, match="tensor_parallel_size=1"):
+        make_vllm_generator(policy, folder=tmp_path, tensor_parallel_size=2)
 
 
 def test_weights_for_a_server_lie_where_it_sees_runs_also_in_a_preflight(tmp_path, monkeypatch):

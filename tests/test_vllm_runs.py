@@ -16,6 +16,7 @@ import torch
 from runs import lines, train
 
 from policies.load import load_policy
+from policies.weights import WeightStream
 from policies.wrappers.vllm_server import Transfer
 from policies.wrappers.vllm_wrapper import make_vllm_generator
 from trainer.weight_sync import weight_sync
@@ -114,12 +115,21 @@ def test_of_a_lora_the_adapter_alone_is_handed_over_to_a_server_and_within(serve
     within, served = run(tmp_path / "within", *words), run(tmp_path / "served", *words, url)
     proved(within)
     same(served[1:], within[1:])
+    words += ["launch=fsdp2", "launch.num_processes=2"]
+    sharded = run(tmp_path / "sharded", *words, url)
+    proved(sharded)
+    whole = [row["loss/total"] for row in within[1:]]
+    assert [row["loss/total"] for row in sharded[1:]] == pytest.approx(whole, rel=1e-3)
     policy = load_policy("tiny", lora={"r": 4})
     assert make_vllm_generator(policy, folder=tmp_path / "share", url=server[0]).takes_trained
 
 
-def test_two_ranks_sample_by_one_server_what_one_rank_does(colocated, server, tmp_path):
-    words = [TINY[0], *FEW, "launch.num_processes=2", f"policy.engine.url={server[0]}"]
+@pytest.mark.parametrize(("launch", "served"), [("ddp", True), ("fsdp2", True), ("fsdp2", False)])
+def test_two_ranks_sample_by_a_server_or_an_engine_each_what_one_rank_does(
+    launch, served, colocated, server, tmp_path
+):
+    words = [TINY[0], *FEW, f"launch={launch}", "launch.num_processes=2"]
+    words += [f"policy.engine.url={server[0]}"] if served else []
     rows, whole = run(tmp_path / "run", *words), lines(colocated / "metrics.jsonl")
     proved(rows)
     for name in ("loss/total", "reward/raw_mean", "kl/ref", "sync/probe_before"):
@@ -160,7 +170,7 @@ def test_what_goes_by_nccl_is_read_by_vllms_own_classes_and_a_failure_says_what_
     engine = make_vllm_generator(load_policy("tiny"), folder=Path("unused"), url=server[0])
     assert engine.scorer.transfer is None, "neither side is on a GPU"
     way = Transfer(engine.scorer._ask, host=at.hostname or "", port=at.port or 0)
-    way.named = named
+    way.weights = WeightStream(named)
     check = nccl_engine.NCCLTrainerWeightTransferEngine._checked_iter
     for name, weight in check(way, way.metadata()):  # pyright: ignore[reportArgumentType]
         assert weight.is_contiguous()
@@ -168,7 +178,7 @@ def test_what_goes_by_nccl_is_read_by_vllms_own_classes_and_a_failure_says_what_
     place = way.meeting()
     assert (place.master_address, place.world_size, place.is_sender) == ("127.0.0.1", 2, True)
     with pytest.raises(RuntimeError, match=r"without --weight-transfer-config"):
-        way.send(named)
+        way.send(WeightStream(named))
     with pytest.raises(RuntimeError, match=r"/start_weight_update"):
         way.start_weight_update()
 
@@ -180,7 +190,7 @@ def test_a_server_that_dies_ends_the_run_with_a_line(server, tmp_path):
     assert weight_sync(policy, generator).after < 1e-4
     wrong = {"model.embed_tokens.weight": torch.zeros(3, 5)}  # as of another model
     (tmp_path / "wrong").mkdir()
-    damage = partial(generator.scorer._reload_from, tmp_path / "wrong", wrong)
+    damage = partial(generator.scorer._reload_from, tmp_path / "wrong", wrong.items())
     with pytest.raises(RuntimeError, match=r"/collective_rpc: 500 .* vllm serve"):
         generator.scorer._while_it_waits(damage)  # which its engine does not survive
     os.killpg(process.pid, signal.SIGKILL)

@@ -95,6 +95,18 @@ def test_a_stream_fixes_a_row_and_replies_end_at_the_end_token_or_the_limit(poli
 
 
 @vllm_test
+def test_without_a_seed_for_each_row_the_draws_depend_on_the_batch_alone(
+    policy, engine, monkeypatch
+):
+    speak, seeded = policy.get_new_version(inplace=False), policy(prompts())
+    monkeypatch.setattr(engine, "seeded", False)
+    first, again = speak(prompts()), speak(prompts())
+    check(first, make_policy())
+    ids = [[row[0].tolist() for row in sequences(td)] for td in (seeded, first, again)]
+    assert ids[0] != ids[1] == ids[2]
+
+
+@vllm_test
 def test_log_probs_are_those_of_what_the_settings_leave(policy):
     greedy = {"max_new_tokens": 6, "do_sample": False}
     out = policy.get_new_version(generate_kwargs=greedy)(prompts())

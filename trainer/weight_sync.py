@@ -50,33 +50,23 @@ def push_weights(
 
     RuntimeError unless both agree on every token within the engine's `tolerance` in nats, and the
     engine changed with the policy since `last`. With `takes_trained` only LoRA adapters are sent.
-    Ranks that send nothing (`sends`) hold no copy of the weights.
     """
     if generator is None or generator is policy:
         return SyncResult()
     engine: Engine = generator
     limit, size = engine.tolerance, policy.model.get_input_embeddings().num_embeddings
     probe = torch.linspace(0, size - 1, 32).long().reshape(2, 16)  # from all over the vocabulary
-    sends = getattr(engine, "sends", True)
-    with policy.scorer.placement.plain(fill=sends):
-        named = _weights_for(engine, policy) if sends else {}
     expected, confirmed = _log_probs(policy, probe), None if last is None else last.confirmed
     old = _log_probs(engine, probe)
     _check_unchanged(confirmed, old, limit=2 * limit)
-    engine.load_weights(named.items())
+    weights, half = weights_of(policy.scorer), policy.scorer.placement.half
+    engine.load_weights(weights.stream(trained=getattr(engine, "takes_trained", False), half=half))
     new = _log_probs(engine, probe)
     confirmed = confirmed if torch.equal(old, new) else None
     _check_arrived(expected, old, new, confirmed=confirmed, limit=limit)
     engine.version = policy.version
     before, after = _distance(expected, old), _distance(expected, new)
     return SyncResult(before, after, expected if confirmed is None else confirmed)
-
-
-def _weights_for(engine: Engine, policy: Policy) -> dict[str, Tensor]:
-    weights = weights_of(policy.scorer)
-    if not getattr(engine, "takes_trained", False):
-        return weights.merged()
-    return {name: weight.detach() for name, weight in weights.named().items()}
 
 
 def _check_unchanged(confirmed: Tensor | None, old: Tensor, *, limit: float) -> None:

@@ -56,6 +56,7 @@ class VLLMEngine(nn.Module):
     generation_config: Any
     adapter: Any = None  # peft's config of a LoRA; then new weights are the adapter's alone
     lora: Any = None  # the adapter loaded in vLLM, under vLLM's name
+    seeded: bool = True  # each row; else vLLM draws for the rows of a batch at once
 
     def __init__(self, llm: Any) -> None:
         super().__init__()
@@ -106,8 +107,11 @@ class VLLMEngine(nn.Module):
     ) -> Sampled:
         """Sample one reply per prompt (1-D ids) on the CPU; a row's stream is its seed."""
         # 62 bits: vLLM reads -1 as "no seed".
-        sampling = [params(seed=stream & (2**62 - 1)) for stream in streams.tolist()]
+        seeds = [stream & (2**62 - 1) for stream in streams.tolist()]
+        sampling = [params(seed=seed if self.seeded else None) for seed in seeds]
         self._check_lengths(prompts, params.keywords["max_tokens"])
+        if not self.seeded:
+            torch.manual_seed(sum(seeds) % 2**62)  # for vLLM in this process; ranks differ
         replies = self._run(prompts, sampling)
         return Sampled.of_rows(
             [torch.tensor(r.ids, dtype=torch.int64) for r in replies],
@@ -146,7 +150,9 @@ class VLLMEngine(nn.Module):
         if self.adapter is not None:
             self._take_adapter(dict(named))
         else:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(named)})
+            alone = self.llm.llm_engine.vllm_config.parallel_config.world_size == 1
+            weights = iter(named) if alone else list(named)  # a list can go to other processes
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept keys and values of the old weights: is it generating?")
 
@@ -225,9 +231,10 @@ def load_engine(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # errors are raised
     before = os.environ.get(IN_PROCESS)
     states = random.getstate(), np.random.get_state()  # an engine in this process seeds all of them
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []  # this rank's
     os.environ[IN_PROCESS] = "0"
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(gpus):
             loaded = VLLMEngine(LLM(str(files.folder), **{**settings, **engine}))
     finally:
         os.environ.pop(IN_PROCESS)

@@ -10,7 +10,8 @@ Left out on purpose: a temperature of scores.
 
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from policies.lora import base_weights, write_adapter
+from policies.weights import WeightStream
 from policies.wrappers.vllm_engine import Reply, VLLMEngine
 
 VERSIONS = ("0.32.", "0.33.")  # as in pyproject.toml; vLLM does not promise these calls
@@ -137,45 +139,47 @@ class VLLMServer(VLLMEngine):
                 f"{self.start}, and go on with resume=<run folder>"
             ) from error
 
-    @property
-    def sends(self) -> bool:
-        """Return whether this rank sends the weights: rank 0."""
-        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return not ranks or torch.distributed.get_rank() == 0
-
     def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Send new weights to the server; with several ranks, rank 0 sends them."""
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         lora = [None if self.adapter is None else f"policy-{uuid4().hex}"]  # see _take_adapter
+        weights = named if isinstance(named, WeightStream) else WeightStream(dict(named))
+        streams = [(lora[0], weights)]
+        if self.adapter is not None and self.lora is None:
+            # The server may hold another run's base weights: send them once.
+            streams.insert(0, (None, WeightStream(self.under())))
         if ranks:
             torch.distributed.barrier()  # all ranks have scored with the old weights
-        if self.sends:
+        if not ranks or torch.distributed.get_rank() == 0:
             shutil.rmtree(self.share, ignore_errors=True)
             self.share.mkdir(parents=True)
             try:
-                self._send_weights(dict(named), self.share.absolute(), lora[0])
+                for name, stream in streams:
+                    self._send_weights(stream, self.share.absolute(), name)
             finally:
                 shutil.rmtree(self.share, ignore_errors=True)
+        else:
+            for _, stream in streams:
+                deque(stream, maxlen=0)  # takes part in gathering
         if ranks:
             torch.distributed.broadcast_object_list(lora)
         self.lora = lora[0]
 
-    def _send_weights(self, weights: dict[str, Tensor], share: Path, lora: str | None) -> None:
+    def _send_weights(self, weights: WeightStream, share: Path, lora: str | None) -> None:
         if lora is None:
+            weights.narrow(self.dtype)
             by_folder = partial(self._reload_from, share, weights)
             by_nccl = self.transfer and partial(self.transfer.send, weights)
             return self._while_it_waits(by_nccl or by_folder)
-        if self.lora is None:  # the server may hold another run's base weights: send them once
-            self._send_weights(self.under(), share, None)
-        write_adapter({k: t.contiguous() for k, t in weights.items()}, self.adapter, share)
+        write_adapter({k: t.contiguous() for k, t in weights}, self.adapter, share)
         self._ask("/v1/load_lora_adapter", {"lora_name": lora, "lora_path": str(share)})
         if self.lora is not None:
             self._ask("/v1/unload_lora_adapter", {"lora_name": self.lora})
 
-    def _reload_from(self, folder: Path, weights: dict[str, Tensor]) -> None:
+    def _reload_from(self, folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
         # Include a tied head: without its name vLLM keeps the old one.
-        copies = {name: t.detach().cpu().clone().contiguous() for name, t in weights.items()}
-        save_file(copies, folder / "model.safetensors")
+        for number, (name, weight) in enumerate(weights):  # a file each: one weight in memory
+            save_file({name: weight.cpu().contiguous()}, folder / f"{number:06}.safetensors")
         where = {"weights_path": str(folder)}
         self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": where})
 
@@ -234,12 +238,12 @@ class Transfer:
     def __init__(self, ask: Callable[..., Any], *, host: str, port: int) -> None:
         self.ask, self.server = ask, (host, port)
         self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
-        self.named: Mapping[str, Tensor] = {}
+        self.weights = WeightStream({})
         self.engine: Any = None
 
-    def send(self, named: Mapping[str, Tensor]) -> None:
+    def send(self, weights: WeightStream) -> None:
         """Replace the weights of the server; RuntimeError on failure or time-out."""
-        self.named = named
+        self.weights = weights
         on_gpu = self.device.type == "cuda"  # a new thread starts on GPU 0
         start = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
         work = ThreadPoolExecutor(1, initializer=start)
@@ -280,11 +284,12 @@ class Transfer:
         """Return name, dtype and shape of each weight."""
         from vllm.distributed.weight_transfer import ParamMeta  # pyright: ignore[reportMissingImports]
 
-        return [ParamMeta(name, w.dtype, tuple(w.shape)) for name, w in self.named.items()]
+        local, dtypes = self.weights.local, self.weights.dtypes
+        return [ParamMeta(name, dtypes[name], tuple(w.shape)) for name, w in local.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self.named.items():
-            yield name, weight.detach().to(self.device).contiguous()
+        for name, weight in self.weights:
+            yield name, weight.to(self.device).contiguous()
 
     # The client.
 

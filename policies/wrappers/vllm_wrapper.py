@@ -97,6 +97,19 @@ def _longest(policy: Policy) -> int | None:
     return prompt and max(32, prompt + new)  # `trainer.weight_sync` scores 16
 
 
+def _of_this_rank(engine: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of vllm.LLM for an engine on the device of this rank."""
+    ranks = torch.distributed
+    if not ranks.is_available() or not ranks.is_initialized() or ranks.get_world_size() == 1:
+        return {}
+    if engine.get("tensor_parallel_size", 1) > 1:
+        raise ValueError(
+            "expected policy.engine.tensor_parallel_size=1: each rank has an engine of its own, "
+            f"got {engine['tensor_parallel_size']}; use a server, policy.engine.url="
+        )
+    return {"distributed_executor_backend": "external_launcher"}
+
+
 def make_vllm_generator(
     policy: Policy,
     *,
@@ -104,13 +117,16 @@ def make_vllm_generator(
     url: str | None = None,
     dtype: str | None = None,
     tolerance: float | None = None,
+    seeded: bool = True,
     **engine: Any,
 ) -> vLLMWrapper:
     """Return a vLLM generator with a copy of a policy's weights and its settings.
 
-    It is in this process unless `url` names a vLLM server, which reads new weights from `folder`.
+    It is in this process, on the rank's device, unless `url` names a vLLM server, which reads new
+    weights from `folder`.
     dtype: of the copy, by default the policy's compute dtype. tolerance: nats, see
-    `trainer.weight_sync`; by default that of the coarser dtype. `engine`: see `load_engine`.
+    `trainer.weight_sync`; by default that of the coarser dtype. seeded: give each row a seed.
+    `engine`: see `load_engine`.
     """
     if url is not None and not re.fullmatch(r"https?://\S+", url):
         raise ValueError(f"expected policy.engine.url to be http://<host>:<port>, got {url}")
@@ -122,11 +138,7 @@ def make_vllm_generator(
     adapter = adapter_config(policy.model) if has_adapter(policy.model) else None
     alone = None if adapter is None or adapter.target_parameters else adapter  # experts: merged
     if url is None:
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if policy.device.type == "cuda" and several and torch.distributed.get_world_size() > 1:
-            raise ValueError(
-                "several ranks on GPUs need policy.engine.url: vLLM takes the first GPU"
-            )
+        engine |= _of_this_rank(engine)
         lora = lora_options(alone, policy.model.config.architectures) if alone else {}
         engine["max_model_len"] = engine.get("max_model_len") or _longest(policy)
         loaded = load_engine(weights, dtype=dtype, **lora, **engine)
@@ -136,7 +148,7 @@ def make_vllm_generator(
         loaded = VLLMServer(url, model, folder=weights, share=folder, dtype=dtype, adapter=alone)
     if adapter is not None:
         loaded.about += f", the adapter {'merged' if loaded.adapter is None else 'alone'}"
-    loaded.device = policy.device
+    loaded.device, loaded.seeded = policy.device, seeded
     loaded.tolerance = tolerance or max(TOLERANCE[loaded.dtype], TOLERANCE[computes])
     shared = ("generate_kwargs", "chat_template_name", "chat_template", "pad_output")
     settings = {name: policy._settings[name] for name in shared}
