@@ -3,6 +3,7 @@
 Exact ids of all turns, with masks, log-probs and rewards in their places; the table of the keys.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -203,8 +204,10 @@ def made() -> list[TensorDict]:
     grpo = trainer.GroupAdvantage(group_size=G, leash=leash())(scored)
     policy.scorer.critic = Critic(policy.scorer)
     paid = leash(where="reward")
+    paid = replace(paid, teacher=replace(paid, name="teacher"))
+    teacher = Reference(policy, load_reference(policy), name="teacher")
     gae = trainer.GAEAdvantage(policy=policy, runtime=runtime, leash=paid)
-    ppo = gae(retrieve(trainer.Rollouts(**parts)(0)))
+    ppo = gae(teacher(retrieve(trainer.Rollouts(**parts)(0))))
     return [grpo, ppo]
 
 

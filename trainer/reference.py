@@ -9,12 +9,13 @@ from policies.padding import predicted
 from policies.protocols import Policy
 from policies.scorer import LOCAL, Scorer, score_in_parts
 from policies.weights import weights_of
+from trainer.batch import LEASHES
 
 MAX_BYTES = 2**28  # of ref_states; scoring and update have up to three times as much at once
 
 
 class Reference:
-    """Add the reference log-probs and the KL of each token to a batch.
+    """Add the reference log-probs and the KL of each token to a batch, under the leash's `name`.
 
     `model` comes from `policies.load_reference`. After each `every` iterations (0 = never) its
     weights (with LoRA: its adapter's) become decay * reference + (1 - decay) * policy; decay 0 is a
@@ -22,9 +23,17 @@ class Reference:
     """
 
     def __init__(
-        self, policy: Policy, model: Policy, *, every: int = 0, decay: float = 0.0
+        self,
+        policy: Policy,
+        model: Policy,
+        *,
+        every: int = 0,
+        decay: float = 0.0,
+        name: str = "ref",
     ) -> None:
-        self.retrieve = RetrieveKL(ref_model=model, add_to_reward=False)
+        self.names = LEASHES[name]
+        keys = {"ref_log_probs_full_key": self.names.log_probs, "kl_key": self.names.penalty}
+        self.retrieve = RetrieveKL(ref_model=model, add_to_reward=False, **keys)
         self.scorer: Scorer = model.scorer
         files = getattr(model, "files", None)  # None for a model built in memory
         self.sha256 = str(files.sha256) if files else ""
@@ -47,7 +56,7 @@ class Reference:
 
     @torch.no_grad()
     def __call__(self, batch: TensorDictBase, *, keep_states: bool = False) -> TensorDictBase:
-        """Return the batch with ref_log_probs.full and kl_penalty, [B, T].
+        """Return the batch with the log-probs (ref_log_probs.full) and kl_penalty, [B, T].
 
         With `keep_states` also ref_states, so that the update needs no pass of the reference's
         body; not if they take more than MAX_BYTES or the weights are sharded: ranks must agree.
@@ -64,7 +73,7 @@ class Reference:
         sampled = predicted(attention, batch.get(("masks", "all_response_mask")))
         temperature = model.scoring_temperature(batch, "temperature")
         dist = scorer.distribution(states[sampled], sampled, temperature)
-        batch.set(("ref_log_probs", "full"), dist.scores(tokens).log_probs)
+        batch.set(self.names.log_probs, dist.scores(tokens).log_probs)
         return self.retrieve[1](batch.set("ref_states", states))  # its KLComputation
 
     @torch.no_grad()
