@@ -48,15 +48,16 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         autocast = resolve_autocast(cfg.policy.get("autocast"), runtime.device)
         policy = runtime.load(lambda **device: parts.policy(autocast=autocast, **device))
         runtime.write_status(model=policy.files.about(), products=str(policy.scorer.autocast))
-        references = build.make_references(cfg, policy)
+        transforms = {name: part() for name, part in parts.transforms.items()}
+        env = parts.make_env(task, policy, transforms.values())
+        references = build.make_references(cfg, policy, env)
         if parts.critic:
             policy.scorer.critic = parts.critic(scorer=policy.scorer)
         generator = policy
         if parts.engine:
             generator = parts.engine(policy=policy, folder=runtime.folder / ".engine")
         shared = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
-        transforms = {name: part() for name, part in parts.transforms.items()}
-        shared |= {"env": parts.make_env(task, policy, transforms.values()), "leash": parts.leash}
+        shared |= {"env": env, "leash": parts.leash}
         after_rollout = {name: part(**shared) for name, part in parts.after_rollout.items()}
         source = build.make_source(cfg, parts.source, after_rollout, **shared)
         advantage = parts.advantage(**shared)

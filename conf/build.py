@@ -131,7 +131,7 @@ def make_tools(nodes: Section) -> dict[str, Any]:
 
 def has_teacher(config: Section) -> bool:
     """Return whether a configuration names a teacher."""
-    return config["teacher"]["reference"] is not None
+    return config["teacher"]["reference"] is not None or config["teacher"]["hint"] is not None
 
 
 def controller_arguments(kl: Section) -> tuple[Callable[..., Any], list[str]]:
@@ -192,7 +192,7 @@ def make_source(
     return overlap(source, objects["policy"], ahead=cfg.trainer.overlap, num_iterations=total)
 
 
-def make_references(cfg: DictConfig, policy: Any) -> dict[str, Any]:
+def make_references(cfg: DictConfig, policy: Any, env: Any) -> dict[str, Any]:
     """Build the reference and the teacher, by the names of their leashes.
 
     Their micro-batches have the size of the update's micro-batches.
@@ -200,19 +200,22 @@ def make_references(cfg: DictConfig, policy: Any) -> dict[str, Any]:
     import policies
     import trainer
 
-    def load(section: DictConfig, **more: Any) -> Any:
-        options = {"temperature_factor": section.reference_temperature, **more}
+    def make(section: DictConfig, name: str, *, every: int = 0, decay: float = 0.0) -> Any:
+        options = {"temperature_factor": section.reference_temperature, "moves": every > 0}
         limit = cfg.trainer.micro_batch_tokens
-        return policies.load_reference(
+        model = policies.load_reference(
             policy, section.reference, micro_batch_tokens=limit, **options
         )
+        hint = section.hint
+        if hint is not None:
+            hint = find_target("trainer.hints.Hint")(hint, env=env, policy=policy)
+        return trainer.Reference(policy, model, every=every, decay=decay, name=name, hint=hint)
 
     out, kl = {"ref": trainer.NoReference(), "teacher": trainer.NoReference()}, cfg.kl
     if kl.measure:
-        moves = {"every": kl.refresh_every, "decay": kl.refresh_decay}
-        out["ref"] = trainer.Reference(policy, load(kl, moves=kl.refresh_every > 0), **moves)
+        out["ref"] = make(kl, "ref", every=kl.refresh_every, decay=kl.refresh_decay)
     if has_teacher(cfg):
-        out["teacher"] = trainer.Reference(policy, load(cfg.teacher), name="teacher")
+        out["teacher"] = make(cfg.teacher, "teacher")
     return out
 
 

@@ -124,11 +124,11 @@ def _run(cfg: Config) -> Iterator[str]:
         if name.startswith("eval/") and not held_out["every"]:
             yield f"trainer.stop_at={name} needs evaluations, got eval.every=0; set eval.every=5"
     frontier, measured = held_out["frontier"], kl["measure"] and not kl["refresh_every"]
-    measured = measured and kl["reference_temperature"] == 1
+    measured = measured and kl["reference_temperature"] == 1 and kl["hint"] is None
     samples = held_out["num_samples"] and held_out["temperature"] == 1
     if frontier and not (frontier > 1 and samples and measured and kl["reference"] is None):
         text = "sampled replies (eval.num_samples >= 1, eval.temperature=1) and one reference"
-        also = "kl.measure=true, no kl.refresh_every, kl.reference or kl.reference_temperature"
+        also = "kl.measure=true, no kl.refresh_every, reference, reference_temperature or hint"
         yield f"eval.frontier={frontier} needs >= 2 {text} ({also}); leave it out"
 
 
@@ -143,6 +143,7 @@ def _leash(cfg: Config) -> Iterator[str]:
         yield "kl.refresh_every needs a reference, got kl.measure=false; set kl.measure=true"
     for section in ("kl", "teacher") if has_teacher(cfg) else ("kl",):
         yield from _charge(cfg, section)
+        yield from _hint(cfg, section)
     if make_controller(kl, **facts_of(cfg)).follows_kl and not kl["measure"]:
         yield f"kl.controller={kl['controller']} follows the measured KL; set kl.measure=true"
     if max(kl["coeff"], kl["end"] or 0) > 0 and not kl["measure"]:
@@ -169,13 +170,24 @@ def _charge(cfg: Config, section: str) -> Iterator[str]:
             yield f"{text}, got {kl['controller']}; leave it out"
 
 
+def _hint(cfg: Config, section: str) -> Iterator[str]:
+    """Yield the faults between the hint of a reference and other keys."""
+    if cfg[section]["hint"] is None:
+        return
+    if (turns := cfg["env"]["max_turns"]) > 1:
+        yield f"{section}.hint is for chats of one turn, got env.max_turns={turns}; leave it out"
+    if cfg["launch"]["strategy"] == "fsdp2" and cfg["launch"]["num_processes"] > 1:
+        yield f"{section}.hint needs launch=ddp, got fsdp2; leave one of them out"
+
+
 def _distil(cfg: Config) -> Iterator[str]:
     """Yield the faults of a run that learns from nothing but the KLs in its loss."""
     kl, objective = cfg["kl"], cfg["algorithm"]["objective"].get("_target_")
     if objective != "trainer.DistilObjective":
         return
     leashes = {"kl": kl, "teacher": cfg["teacher"]} if has_teacher(cfg) else {"kl": kl}
-    if len(leashes) == 1 and kl["reference"] is None and kl["reference_temperature"] == 1:
+    start = kl["reference"] is None and kl["hint"] is None and kl["reference_temperature"] == 1
+    if len(leashes) == 1 and start:
         yield "algorithm=distil needs a teacher; give kl.reference=<folder or hub id>"
     for section, leash in leashes.items():
         if leash["where"] != "loss":

@@ -248,6 +248,8 @@ def take_keys_read_elsewhere(keys: Keys, parts: Plan) -> None:
     keys.take("trainer.show_every", "kl.measure", "env.max_turns")
     if config["algorithm"]["rows"] == "prompts":
         keys.take("algorithm.group_size", "trainer.overlap")
+        if config["kl"]["measure"]:
+            keys.take("kl.hint")
         for leash in parts.leash.each:
             section = leash.names.section
             keys.take(*(f"{section}.{name}" for name in ("estimator", "where", "allow_biased")))
@@ -256,7 +258,7 @@ def take_keys_read_elsewhere(keys: Keys, parts: Plan) -> None:
             if leash.estimator == "jsd":
                 keys.take(f"{section}.jsd_weight")
             if section == "teacher":
-                keys.take("teacher.reference", "teacher.reference_temperature")
+                keys.take("teacher.reference", "teacher.reference_temperature", "teacher.hint")
     for leash in parts.leash.each:
         section = leash.names.section
         _, of_controller = controller_arguments(config[section])

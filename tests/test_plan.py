@@ -39,8 +39,9 @@ UNREAD |= {name: set() for name in ("ppo", "sft", "minor_sft", "reward", "distil
 OF_CONTROLLERS = {"kl.target", "kl.horizon", "kl.end"}  # constant is the default
 OF_TEACHERS = {name for name, _ in leaves("teacher")} - {"teacher.where"}
 OF_TEACHERS -= {"teacher.estimator", "teacher.controller"}  # not tried
+MAKE_TEACHERS = {"teacher.reference", "teacher.hint"}
 OF_REFERENCES = {"kl.reference", "kl.refresh_every", "kl.refresh_decay"}
-OF_REFERENCES |= {"kl.reference_temperature"}
+OF_REFERENCES |= {"kl.reference_temperature", "kl.hint"}
 EXACT = ("grpo_full", "distil")  # the default of algorithm=distil is kl=teacher
 OF_SAMPLING = {"algorithm.group_size", "trainer.overlap", "kl.allow_biased"}
 OF_DATA = {"env.eval_dataset", "env.split", "env.eval_split"}
@@ -97,7 +98,7 @@ def test_a_key_is_taken_or_refused(algorithm):
     want = {f"algorithm.{name}" for name in UNREAD.get(algorithm, CLIP)} | OF_CONTROLLERS
     want |= OF_DATA if algorithm != "reward" else set()
     want |= OF_REFERENCES | OF_SAMPLING if algorithm in UNSAMPLED else set()
-    want |= OF_TEACHERS if algorithm in UNSAMPLED else OF_TEACHERS - {"teacher.reference"}
+    want |= OF_TEACHERS - (set() if algorithm in UNSAMPLED else MAKE_TEACHERS)
     want |= OF_TOOLS | {"kl.jsd_weight"} | (set() if algorithm in EXACT else {"kl.cap"})
     assert untaken(config_of(algorithm)) == want
 

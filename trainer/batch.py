@@ -36,6 +36,7 @@ KEYS: dict[NestedKey, Entry] = {
     "group_id": Entry("[B] int64", "equal for the samples of a prompt"),
     "temperature": Entry("[B] float32", "of sampling"),
     "policy_version": Entry("[B] int64", "weight syncs before sampling"),
+    "row": Entry("[B] dict", "cells of the prompt's row"),
     "prompt": Entry("[B] text", "the last message of the prompt"),
     "system": Entry("[B] text", "system message of the prompt, or empty"),
     "answer": Entry("[B] text", "correct answer, if the row has one"),

@@ -156,7 +156,7 @@ class Rank:
             weight.grad = bucket
         layout = layout_of(rows, tokens)
         reader = self.leash.reader
-        exact = self.references[reader.name] if reader.needs_reference else None
+        exact = self.references.get(reader.name) if reader.needs_reference else None
         work = partial(inside, self.scorer, lambda: self._loss(layout, exact))
         (work() if exact is None else inside(exact, work)).backward()
         self.scorer.eval()
