@@ -48,27 +48,31 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         autocast = resolve_autocast(cfg.policy.get("autocast"), runtime.device)
         policy = runtime.load(lambda **device: parts.policy(autocast=autocast, **device))
         runtime.write_status(model=policy.files.about(), products=str(policy.scorer.autocast))
-        reference = build.make_reference(cfg, policy)
+        transforms = {name: part() for name, part in parts.transforms.items()}
+        env = parts.make_env(task, policy, transforms.values())
+        references = build.make_references(cfg, policy, env)
         if parts.critic:
             policy.scorer.critic = parts.critic(scorer=policy.scorer)
         generator = policy
         if parts.engine:
             generator = parts.engine(policy=policy, folder=runtime.folder / ".engine")
         shared = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
-        transforms = {name: part() for name, part in parts.transforms.items()}
-        shared |= {"env": parts.make_env(task, policy, transforms.values()), "leash": parts.leash}
+        shared |= {"env": env, "leash": parts.leash}
         after_rollout = {name: part(**shared) for name, part in parts.after_rollout.items()}
         source = build.make_source(cfg, parts.source, after_rollout, **shared)
         advantage = parts.advantage(**shared)
         objective = parts.objective(**shared)
         all_observers = build.make_observers(cfg, runtime, custom)
-        scorer, optimizer = runtime.prepare(policy, parts.make_optimizer, reference, advantage)
+        scorer, optimizer = runtime.prepare(
+            policy, parts.make_optimizer, *references.values(), advantage
+        )
         loop = parts.trainer(
             runtime=runtime,
             policy=policy,
             generator=generator,
             source=source,
-            retrieve_kl=reference,
+            retrieve_kl=references["ref"],
+            teacher=references["teacher"],
             advantage=advantage,
             update=parts.update(
                 scorer=scorer,
@@ -78,15 +82,15 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
                 leash=parts.leash,
                 lr=parts.schedule(total=steps),
                 max_tokens=cfg.policy.max_new_tokens * cfg.env.max_turns,
-                reference=reference.scorer,
+                reference=references[parts.leash.reader.name].scorer,
             ),
             evaluate=trainer.Evaluate(
                 **{name: shared[name] for name in ("task", "env", "generator", "runtime")},
-                retrieve_kl=reference,
+                retrieve_kl=references["ref"],
                 **cfg.eval,
             ),
             checkpoints=trainer.Checkpoints(
-                runtime, policy, optimizer, reference=reference, **cfg.checkpoint
+                runtime, policy, optimizer, reference=references["ref"], **cfg.checkpoint
             ),
             num_logged_replies=cfg.tracker.get("replies", "0"),
             early_stopping=parts.early_stopping(),

@@ -129,6 +129,11 @@ def make_tools(nodes: Section) -> dict[str, Any]:
     return tools
 
 
+def has_teacher(config: Section) -> bool:
+    """Return whether a configuration names a teacher."""
+    return config["teacher"]["reference"] is not None or config["teacher"]["hint"] is not None
+
+
 def controller_arguments(kl: Section) -> tuple[Callable[..., Any], list[str]]:
     """Return the maker of kl.controller and the keys of kl.* that are its arguments."""
     named = kl["controller"]
@@ -137,11 +142,11 @@ def controller_arguments(kl: Section) -> tuple[Callable[..., Any], list[str]]:
     return make, [name for name in names if name in kl]
 
 
-def make_controller(kl: Section, **facts: Any) -> KLControllerBase:
+def make_controller(kl: Section, section: str = "kl", **facts: Any) -> KLControllerBase:
     """Build the controller of kl.controller; torch-free.
 
     It gets the keys of kl.* and the `facts` of the run (see CONTROLLERS) that are its arguments.
-    ValueError for a missing key.
+    `section` is the name of `kl`, or teacher. ValueError for a missing key.
     """
     make, names = controller_arguments(kl)
     controller = kl["controller"]
@@ -149,8 +154,8 @@ def make_controller(kl: Section, **facts: Any) -> KLControllerBase:
     keys = {name: kl[name] for name in names if name not in node}
     for name, parameter in inspect.signature(make).parameters.items():
         if name in keys and keys[name] is None and parameter.default is parameter.empty:
-            text = f"kl.controller={controller} needs kl.{name}, got none"
-            raise ValueError(f"{text}; give kl.{name}=...")
+            text = f"{section}.controller={controller} needs {section}.{name}, got none"
+            raise ValueError(f"{text}; give {section}.{name}=...")
     return build({"_target_": f"{make.__module__}.{make.__name__}", **keys, **node}, **facts)
 
 
@@ -162,13 +167,18 @@ def facts_of(config: Section) -> dict[str, int]:
 
 
 def make_leash(config: Section) -> Any:
-    """Build the leash, which charges the KL, from `kl.*`; imports torch."""
-    kl = config["kl"]
-    controller = make_controller(kl, **facts_of(config))
+    """Build the leash, which charges the KL, from `kl.*` and `teacher.*`; imports torch."""
+    teacher = _make_leash(config, "teacher", name="teacher") if has_teacher(config) else None
+    return _make_leash(config, "kl", name="ref", teacher=teacher)
+
+
+def _make_leash(config: Section, section: str, **more: Any) -> Any:
+    kl = config[section]
+    controller = make_controller(kl, section, **facts_of(config))
     estimator = kl["estimator"]
     options = {name: kl[name] for name in ("where", "allow_biased", "jsd_weight", "cap")}
     options["estimator"] = build(estimator) if isinstance(estimator, Mapping) else estimator
-    return build({"_target_": "trainer.Leash"}, controller=controller, **options)
+    return build({"_target_": "trainer.Leash"}, controller=controller, **options, **more)
 
 
 def make_source(
@@ -182,17 +192,31 @@ def make_source(
     return overlap(source, objects["policy"], ahead=cfg.trainer.overlap, num_iterations=total)
 
 
-def make_reference(cfg: DictConfig, policy: Any) -> Any:
-    """Build the reference. Its micro-batches have the size of the update's micro-batches."""
+def make_references(cfg: DictConfig, policy: Any, env: Any) -> dict[str, Any]:
+    """Build the reference and the teacher, by the names of their leashes.
+
+    Their micro-batches have the size of the update's micro-batches.
+    """
     import policies
     import trainer
 
-    kl, limit = cfg.kl, cfg.trainer.micro_batch_tokens
-    if not kl.measure:
-        return trainer.NoReference()
-    options = {"moves": kl.refresh_every > 0, "temperature_factor": kl.reference_temperature}
-    model = policies.load_reference(policy, kl.reference, micro_batch_tokens=limit, **options)
-    return trainer.Reference(policy, model, every=kl.refresh_every, decay=kl.refresh_decay)
+    def make(section: DictConfig, name: str, *, every: int = 0, decay: float = 0.0) -> Any:
+        options = {"temperature_factor": section.reference_temperature, "moves": every > 0}
+        limit = cfg.trainer.micro_batch_tokens
+        model = policies.load_reference(
+            policy, section.reference, micro_batch_tokens=limit, **options
+        )
+        hint = section.hint
+        if hint is not None:
+            hint = find_target("trainer.hints.Hint")(hint, env=env, policy=policy)
+        return trainer.Reference(policy, model, every=every, decay=decay, name=name, hint=hint)
+
+    out, kl = {"ref": trainer.NoReference(), "teacher": trainer.NoReference()}, cfg.kl
+    if kl.measure:
+        out["ref"] = make(kl, "ref", every=kl.refresh_every, decay=kl.refresh_decay)
+    if has_teacher(cfg):
+        out["teacher"] = make(cfg.teacher, "teacher")
+    return out
 
 
 def custom_observers(cfg: DictConfig, runtime: Any, more: Iterable[Any] = ()) -> list[Any]:

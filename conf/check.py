@@ -9,7 +9,14 @@ from itertools import chain
 from typing import Any
 
 from conf import schema
-from conf.build import controller_arguments, data_arguments, facts_of, make_controller, make_task
+from conf.build import (
+    controller_arguments,
+    data_arguments,
+    facts_of,
+    has_teacher,
+    make_controller,
+    make_task,
+)
 from conf.hints import nearest
 from envs.data import is_file
 from envs.rewards.validate import complaint, in_one_line
@@ -30,7 +37,7 @@ PACKAGES = ("policies.", "envs.", "trainer.")  # of leash
 def check(cfg: Config) -> None:
     """Raise ValueError with the first fault of a resolved configuration."""
     replies = _replies if cfg["algorithm"]["rows"] == "prompts" else _no_replies
-    rules = (_targets, _undeclared, schema.faults, _run, replies, _leash, _teacher)
+    rules = (_targets, _undeclared, schema.faults, _run, replies, _leash, _distil)
     for rule in (*rules, _packages_and_models, _parts, _task):
         for fault in rule(cfg):
             raise ValueError(fault)
@@ -117,16 +124,16 @@ def _run(cfg: Config) -> Iterator[str]:
         if name.startswith("eval/") and not held_out["every"]:
             yield f"trainer.stop_at={name} needs evaluations, got eval.every=0; set eval.every=5"
     frontier, measured = held_out["frontier"], kl["measure"] and not kl["refresh_every"]
-    measured = measured and kl["reference_temperature"] == 1
+    measured = measured and kl["reference_temperature"] == 1 and kl["hint"] is None
     samples = held_out["num_samples"] and held_out["temperature"] == 1
     if frontier and not (frontier > 1 and samples and measured and kl["reference"] is None):
         text = "sampled replies (eval.num_samples >= 1, eval.temperature=1) and one reference"
-        also = "kl.measure=true, no kl.refresh_every, kl.reference or kl.reference_temperature"
+        also = "kl.measure=true, no kl.refresh_every, reference, reference_temperature or hint"
         yield f"eval.frontier={frontier} needs >= 2 {text} ({also}); leave it out"
 
 
 def _leash(cfg: Config) -> Iterator[str]:
-    """Yield the faults between the keys of kl.*."""
+    """Yield the faults between the keys of kl.* and of teacher.*."""
     kl = cfg["kl"]
     if kl["refresh_decay"] and not kl["refresh_every"]:
         yield f"kl.refresh_decay={kl['refresh_decay']} needs kl.refresh_every, got 0; set it to 1"
@@ -134,35 +141,59 @@ def _leash(cfg: Config) -> Iterator[str]:
         yield "kl.refresh_every moves the reference; leave it out, or kl.reference"
     if kl["refresh_every"] and not kl["measure"]:
         yield "kl.refresh_every needs a reference, got kl.measure=false; set kl.measure=true"
+    for section in ("kl", "teacher") if has_teacher(cfg) else ("kl",):
+        yield from _charge(cfg, section)
+        yield from _hint(cfg, section)
+    if make_controller(kl, **facts_of(cfg)).follows_kl and not kl["measure"]:
+        yield f"kl.controller={kl['controller']} follows the measured KL; set kl.measure=true"
+    if max(kl["coeff"], kl["end"] or 0) > 0 and not kl["measure"]:
+        yield f"kl.coeff={kl['coeff']} needs the reference; set kl.measure=true"
+
+
+def _charge(cfg: Config, section: str) -> Iterator[str]:
+    """Yield the faults between the keys of a KL that say how it is charged."""
+    kl = cfg[section]
     try:
         if isinstance(kl["estimator"], str):
-            check_place(kl["where"], kl["estimator"], allow_biased=kl["allow_biased"])
-        controller = make_controller(kl, **facts_of(cfg))
+            options = {"allow_biased": kl["allow_biased"], "section": section}
+            check_place(kl["where"], kl["estimator"], **options)
+        make_controller(kl, section, **facts_of(cfg))
     except ValueError as error:
         yield str(error)
         return
     _, taken = controller_arguments(kl)
     arguments = {name: controller_arguments({**kl, "controller": name})[1] for name in CONTROLLERS}
     for key in dict.fromkeys(chain(*arguments.values())):
-        if key not in taken and kl[key] != schema.declared()["kl"][key].default:
+        if key not in taken and kl[key] != schema.declared()[section][key].default:
             owners = " or ".join(name for name, keys in arguments.items() if key in keys)
-            yield f"kl.{key} is for kl.controller={owners}, got {kl['controller']}; leave it out"
-    if controller.follows_kl and not kl["measure"]:
-        yield f"kl.controller={kl['controller']} follows the measured KL; set kl.measure=true"
-    if max(kl["coeff"], kl["end"] or 0) > 0 and not kl["measure"]:
-        yield f"kl.coeff={kl['coeff']} needs the reference; set kl.measure=true"
+            text = f"{section}.{key} is for {section}.controller={owners}"
+            yield f"{text}, got {kl['controller']}; leave it out"
 
 
-def _teacher(cfg: Config) -> Iterator[str]:
-    """Yield the faults of a run that learns from nothing but the KL in its loss."""
+def _hint(cfg: Config, section: str) -> Iterator[str]:
+    """Yield the faults between the hint of a reference and other keys."""
+    if cfg[section]["hint"] is None:
+        return
+    if (turns := cfg["env"]["max_turns"]) > 1:
+        yield f"{section}.hint is for chats of one turn, got env.max_turns={turns}; leave it out"
+    if cfg["launch"]["strategy"] == "fsdp2" and cfg["launch"]["num_processes"] > 1:
+        yield f"{section}.hint needs launch=ddp, got fsdp2; leave one of them out"
+
+
+def _distil(cfg: Config) -> Iterator[str]:
+    """Yield the faults of a run that learns from nothing but the KLs in its loss."""
     kl, objective = cfg["kl"], cfg["algorithm"]["objective"].get("_target_")
     if objective != "trainer.DistilObjective":
         return
-    if kl["reference"] is None and kl["reference_temperature"] == 1:
+    leashes = {"kl": kl, "teacher": cfg["teacher"]} if has_teacher(cfg) else {"kl": kl}
+    start = kl["reference"] is None and kl["hint"] is None and kl["reference_temperature"] == 1
+    if len(leashes) == 1 and start:
         yield "algorithm=distil needs a teacher; give kl.reference=<folder or hub id>"
-    if kl["where"] != "loss":
-        yield f"algorithm=distil needs kl.where=loss, got {kl['where']}; leave it out"
-    if not max(kl["coeff"], kl["end"] or 0):
+    for section, leash in leashes.items():
+        if leash["where"] != "loss":
+            got = leash["where"]
+            yield f"algorithm=distil needs {section}.where=loss, got {got}; leave it out"
+    if not any(max(leash["coeff"], leash["end"] or 0) for leash in leashes.values()):
         yield "algorithm=distil learns from the KL alone, got kl.coeff=0; leave it out"
 
 
@@ -213,7 +244,8 @@ def _packages_and_models(cfg: Config) -> Iterator[str]:
     for package in packages:
         if package and find_spec(package) is None:
             yield EXTRAS[package]
-    for key, name in ("policy.model", policy["model"]), ("kl.reference", cfg["kl"]["reference"]):
+    models = {f"{section}.reference": cfg[section]["reference"] for section in ("kl", "teacher")}
+    for key, name in {"policy.model": policy["model"], **models}.items():
         if name and not name.startswith(PREFIX) and (fault := no_model(name)):
             yield f"{key}: {fault}"
 

@@ -42,6 +42,7 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
         config["output_dir"] = unique_folder("outputs/evaluate")
     # Drop the parts that only training needs; chat and evaluate need a reference.
     config["kl"]["measure"] = mode not in ("export", "frontier")
+    config["teacher"] |= {"reference": None, "hint": None}
     config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
     config["algorithm"].pop("critic", None)
     config["tracker"], config["trainer"]["overlap"] = SILENT, 0
@@ -72,8 +73,9 @@ def _of_run(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
             raise ValueError(missing_weights(folder))
         return config
     kl, held_out = config["kl"], config["eval"]
-    if kl["refresh_every"] or not kl["measure"] or held_out["temperature"] != 1:
-        why = "kl.measure=true, kl.refresh_every=0 and eval.temperature=1"
+    measured = kl["measure"] and not kl["refresh_every"] and kl["hint"] is None
+    if not measured or held_out["temperature"] != 1:
+        why = "kl.measure=true, kl.refresh_every=0, kl.hint=null and eval.temperature=1"
         raise ValueError(f"{folder} has no frontier: it needs {why}")
     held_out["greedy"] = False
     if not any(word.startswith("eval.num_samples=") for word in words):

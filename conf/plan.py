@@ -20,6 +20,7 @@ from conf.build import (
     controller_arguments,
     data_arguments,
     find_target,
+    has_teacher,
     make_leash,
     make_tools,
 )
@@ -29,7 +30,8 @@ from envs.rewards.validate import in_one_line
 from trainer.runs.failures import REFUSED, Refused, headline
 from trainer.surrogates import SURROGATES, find_surrogate
 
-SECTIONS = ("algorithm", "trainer", "optimizer", "kl", "env", "policy")  # nothing here is ignored
+# Nothing here is ignored.
+SECTIONS = ("algorithm", "trainer", "optimizer", "kl", "teacher", "env", "policy")
 RUNTIMES = {"ddp": "trainer.Runtime", "fsdp2": "trainer.shards.ShardedRuntime"}
 
 
@@ -185,7 +187,7 @@ def _plan(config: Section) -> Plan:
             remedy = f"set {name}={word(key.default)}" if key else "leave it out"
             near = difflib.get_close_matches(name, keys.taken, 1)
             remedy = f"did you mean {near[0]}?" if near and key is None else remedy
-            text = f"no part of this run takes it{_takers(name)}; {remedy}"
+            text = f"no part of this run takes it{_takers(name, config)}; {remedy}"
             raise ValueError(f"{name}={word(value)}: {text}")
     return parts
 
@@ -243,16 +245,24 @@ def take_keys_read_elsewhere(keys: Keys, parts: Plan) -> None:
         row = find_surrogate(build(surrogate) if isinstance(surrogate, Mapping) else surrogate)
         bounds = {key for each in SURROGATES.values() for key in each.keys} - {*row.keys}
         keys.taken -= {f"algorithm.{key}" for key in bounds}
-    keys.take("trainer.show_every", "kl.controller", "kl.measure", "env.max_turns")
+    keys.take("trainer.show_every", "kl.measure", "env.max_turns")
     if config["algorithm"]["rows"] == "prompts":
         keys.take("algorithm.group_size", "trainer.overlap")
-        keys.take("kl.estimator", "kl.where", "kl.allow_biased")
-        if parts.leash.needs_reference:
-            keys.take("kl.cap")
-        if parts.leash.estimator == "jsd":
-            keys.take("kl.jsd_weight")
-    _, of_controller = controller_arguments(config["kl"])
-    keys.take(*(f"kl.{name}" for name in of_controller))
+        if config["kl"]["measure"]:
+            keys.take("kl.hint")
+        for leash in parts.leash.each:
+            section = leash.names.section
+            keys.take(*(f"{section}.{name}" for name in ("estimator", "where", "allow_biased")))
+            if leash.needs_reference:
+                keys.take(f"{section}.cap")
+            if leash.estimator == "jsd":
+                keys.take(f"{section}.jsd_weight")
+            if section == "teacher":
+                keys.take("teacher.reference", "teacher.reference_temperature", "teacher.hint")
+    for leash in parts.leash.each:
+        section = leash.names.section
+        _, of_controller = controller_arguments(config[section])
+        keys.take(*(f"{section}.{name}" for name in ("controller", *of_controller)))
     if config["kl"]["measure"]:
         keys.take("kl.reference", "kl.refresh_every", "kl.refresh_decay")
         keys.take("kl.reference_temperature")
@@ -261,10 +271,12 @@ def take_keys_read_elsewhere(keys: Keys, parts: Plan) -> None:
     keys.take(*(f"env.{name}" for name in data_arguments(config["env"])))
 
 
-def _takers(key: str) -> str:
+def _takers(key: str, config: Section) -> str:
     """Return " (<parts of leash> would)" for a key that a part of another run takes, or ""."""
     section, _, name = key.partition(".")
     takers = []
+    if section == "teacher" and not has_teacher(config):
+        takers = ["teacher.reference=<model>"]
     if section == "algorithm":
         rows = SURROGATES.items()
         takers = [f"algorithm.surrogate={each}" for each, row in rows if name in row.keys]

@@ -252,7 +252,7 @@ def _check_vocabulary(files: ModelFiles, rows: int, policy: TransformersWrapper)
     for token, i in mine.items():
         if i >= rows or named.get(i, token) != token or theirs.get(token, i) != i:
             raise ValueError(
-                f"expected kl.reference to have the policy's vocabulary, got {files.folder}: "
+                f"expected a reference with the policy's vocabulary, got {files.folder}: "
                 f"{token!r} has id {i} in the policy and {theirs.get(token)} of {rows} there; use "
                 "a reference of the same family"
             )

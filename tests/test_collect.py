@@ -3,6 +3,7 @@
 Exact ids of all turns, with masks, log-probs and rewards in their places; the table of the keys.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -203,8 +204,10 @@ def made() -> list[TensorDict]:
     grpo = trainer.GroupAdvantage(group_size=G, leash=leash())(scored)
     policy.scorer.critic = Critic(policy.scorer)
     paid = leash(where="reward")
+    paid = replace(paid, teacher=replace(paid, name="teacher"))
+    teacher = Reference(policy, load_reference(policy), name="teacher")
     gae = trainer.GAEAdvantage(policy=policy, runtime=runtime, leash=paid)
-    ppo = gae(retrieve(trainer.Rollouts(**parts)(0)))
+    ppo = gae(teacher(retrieve(trainer.Rollouts(**parts)(0))))
     return [grpo, ppo]
 
 
@@ -218,7 +221,7 @@ def test_every_entry_of_a_batch_is_in_the_table_with_its_shape_and_dtype(made) -
             assert key is not None, f"{path} is not in trainer/batch.py"
             seen.add(key)
             shape, _, dtype = KEYS[key].kind.rpartition(" ")
-            if dtype in ("text", "list"):
+            if dtype in ("text", "list", "dict"):
                 assert isinstance(value, NonTensorStack), path
                 continue
             assert value.shape in [shapes[s] for s in shape.split(" or ")], path

@@ -3,11 +3,13 @@
 import json
 
 import pytest
+from contracts import make_policy, scaled
+from runs import SMALL, metrics, train
 from runs import lines as read_lines
-from runs import metrics, train
 
 from conf.build import make_task
 from envs.tasks.task import Reply
+from trainer.checkpoint import save_model
 from trainer.early_stopping import EarlyStopping
 
 
@@ -40,6 +42,34 @@ def test_prompts_and_a_teacher_are_enough(prompts, tmp_path):
     assert status["objective"] == -evaluations[-1]["eval/kl_ref"]
     told = [note["rule"] for note in status.get("notes", []) if note["level"] != "info"]
     assert {*told} <= {"mostly_truncated"}, "equal rewards are no fault; such a model never ends"
+
+
+@pytest.mark.runs
+def test_a_run_with_a_leash_and_a_teacher_logs_both_and_resumes_with_the_same_teacher(tmp_path):
+    teacher, folder = tmp_path / "teacher", tmp_path / "run"
+    save_model(scaled(make_policy(), 1.2), teacher)
+    words = ("policy.model=tiny", f"teacher.reference={teacher}")
+    words += ("teacher.controller=budget", "teacher.target=1", f"output_dir={folder}")
+    done = train(*SMALL, *words, "trainer.num_iterations=2", "checkpoint.every=1", "eval.every=0")
+    assert done.code == 0, done.text
+    done = train(f"resume={folder}", "trainer.num_iterations=3")
+    assert done.code == 0, done.text
+    lines = [line for line in metrics(folder) if "loss/total" in line]
+    assert [line["progress/iteration"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        for name in ("kl/ref_full", "kl/teacher", "kl/teacher_sequence", "kl/teacher_k3"):
+            assert name in line
+        assert line["loss/kl_teacher"] > 0
+        total = sum(line[f"loss/{name}"] for name in ("policy", "kl", "kl_teacher"))
+        assert line["loss/total"] == pytest.approx(total)
+    assert lines[0]["kl/coeff"] == lines[2]["kl/coeff"] == 1
+    state = json.loads((folder / "checkpoints/iteration_000002/state.json").read_text())
+    coeffs = [line["kl/teacher_coeff"] for line in lines]
+    assert coeffs[2] == state["kl_teacher"]["coeff"] != coeffs[0]
+    save_model(scaled(make_policy(), 1.1), teacher)
+    done = train(f"resume={folder}", "trainer.num_iterations=4")
+    assert done.code != 0
+    assert "expected the teacher that this run began with" in done.text
 
 
 def test_a_task_without_rewards_gives_zeros_and_drops_nothing(prompts):

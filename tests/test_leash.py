@@ -4,11 +4,12 @@ For every algorithm file that samples and in both places, against plain forwards
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from contracts import G, leash, one_process
+from contracts import G, leash, one_process, scaled
 from invariance import ALGORITHMS, planned, step
 from steps import Record, kept_log_probs, make_update
 from tensordict import TensorDict
@@ -20,6 +21,7 @@ from trainer.kl import Leash
 from trainer.kl_control import ConstantKLController, TargetKLController
 from trainer.kl_estimators import ESTIMATORS, PLACES
 from trainer.objectives import GRPOObjective, Terms
+from trainer.reference import Reference
 
 COEFF = 0.3
 SAMPLING = [name for name in ALGORITHMS if name not in ("sft", "minor_sft", "reward")]
@@ -96,6 +98,44 @@ def test_two_leashes_that_disagree_are_refused(name, charges, learns, how):
     places = ("loss", "reward")
     with pytest.raises(ValueError, match=f"charged {how}.*same Leash"):
         run(name, leash(COEFF, places[learns]), judged_by=leash(COEFF, places[charges]))
+
+
+@pytest.mark.parametrize("of_leash", PLACES)
+@pytest.mark.parametrize("of_teacher", PLACES)
+def test_the_kl_to_a_teacher_is_charged_once_beside_that_to_the_reference(of_leash, of_teacher):
+    case, weights = step("grpo"), {"ref": COEFF, "teacher": 0.2}
+    places = {"ref": of_leash, "teacher": of_teacher}
+    second = replace(leash(0.2, of_teacher), name="teacher")
+    own = replace(leash(COEFF, of_leash), teacher=second)
+    models = {"ref": case.reference, "teacher": scaled(case.policy, 0.9)}
+    batch = Reference(case.policy, models["teacher"], name="teacher")(case.batch.clone())
+    batch = GroupAdvantage(group_size=G, leash=own)(batch)
+    mask, gen = batch["loss_mask"], batch["log_probs", "full"]
+    curr = kept_log_probs(case.policy, batch)
+    ref = {name: kept_log_probs(model, batch) for name, model in models.items()}
+    paid = torch.zeros_like(gen)
+    for name in ref:
+        if places[name] == "reward":
+            paid -= weights[name] * (gen - ref[name]) * mask
+    torch.testing.assert_close(batch["reward_kl"], paid, rtol=0, atol=1e-6)
+    optimizer = Record(case.policy.scorer.parameters())
+    objective = GRPOObjective(leash=own)
+    metrics = make_update(case.policy, objective, optimizer)(batch.clone())
+    for name, key in (("ref", "loss/kl"), ("teacher", "loss/kl_teacher")):
+        d = ref[name] - curr
+        k3 = torch.where(mask, d.exp() - 1 - d, 0.0).sum() / mask.sum()
+        want = float(weights[name] * k3) if places[name] == "loss" else 0.0
+        assert metrics.get(key, 0.0) == pytest.approx(want, rel=1e-6, abs=1e-9)
+    if of_teacher == "reward":
+        alone = GroupAdvantage(group_size=G, leash=leash(COEFF, of_leash))
+        with pytest.raises(ValueError, match=r"teacher\.coeff is charged never"):
+            make_update(case.policy, objective, optimizer)(alone(batch.exclude("teacher_kl_left")))
+
+
+def test_two_exact_divergences_are_refused():
+    exact = partial(Leash, ConstantKLController(kl_coef=0.1))
+    with pytest.raises(ValueError, match=r"kl\.estimator or teacher\.estimator"):
+        exact("full", teacher=exact("jsd", name="teacher"))
 
 
 class FreeAdvantage:

@@ -21,7 +21,7 @@ from trainer.runs.folders import holds_run
 from trainer.surrogates import Surrogate
 
 HERE = "test_plan"
-SECTIONS = ("algorithm", "trainer", "optimizer", "kl", "env", "policy")
+SECTIONS = ("algorithm", "trainer", "optimizer", "kl", "teacher", "env", "policy")
 OFF = ("kl.coeff=0", "kl.measure=false")
 UNJUDGED = ("eval.num_samples=0", "eval.greedy=false")
 GOES_WITH = {"sft": OFF, "minor_sft": OFF, "reward": ("env=preferences", *OFF, *UNJUDGED)}
@@ -37,8 +37,11 @@ ONE_SUM = {"baseline", "scale_by_std", "whiten", "clip_advantage", "credit"}
 UNREAD = {"gdpo": CLIP | ONE_SUM, "dppo": DPPO, "rloo": REINFORCE, "cispo": {*CLIP, "dual_clip"}}
 UNREAD |= {name: set() for name in ("ppo", "sft", "minor_sft", "reward", "distil")}
 OF_CONTROLLERS = {"kl.target", "kl.horizon", "kl.end"}  # constant is the default
+OF_TEACHERS = {name for name, _ in leaves("teacher")} - {"teacher.where"}
+OF_TEACHERS -= {"teacher.estimator", "teacher.controller"}  # not tried
+MAKE_TEACHERS = {"teacher.reference", "teacher.hint"}
 OF_REFERENCES = {"kl.reference", "kl.refresh_every", "kl.refresh_decay"}
-OF_REFERENCES |= {"kl.reference_temperature"}
+OF_REFERENCES |= {"kl.reference_temperature", "kl.hint"}
 EXACT = ("grpo_full", "distil")  # the default of algorithm=distil is kl=teacher
 OF_SAMPLING = {"algorithm.group_size", "trainer.overlap", "kl.allow_biased"}
 OF_DATA = {"env.eval_dataset", "env.split", "env.eval_split"}
@@ -75,7 +78,8 @@ def untaken(config: dict) -> set[str]:
     for section in SECTIONS:
         for name, key in leaves(part_of(section, config[section])):
             value = other_value(key)
-            if value is None or name in ("kl.where", "algorithm.rows", f"{section}._target_"):
+            untried = ("kl.where", "teacher.where", "algorithm.rows", f"{section}._target_")
+            if value is None or name in untried:
                 continue
             changed = deepcopy(config)
             *path, last = name.split(".")
@@ -94,6 +98,7 @@ def test_a_key_is_taken_or_refused(algorithm):
     want = {f"algorithm.{name}" for name in UNREAD.get(algorithm, CLIP)} | OF_CONTROLLERS
     want |= OF_DATA if algorithm != "reward" else set()
     want |= OF_REFERENCES | OF_SAMPLING if algorithm in UNSAMPLED else set()
+    want |= OF_TEACHERS - (set() if algorithm in UNSAMPLED else MAKE_TEACHERS)
     want |= OF_TOOLS | {"kl.jsd_weight"} | (set() if algorithm in EXACT else {"kl.cap"})
     assert untaken(config_of(algorithm)) == want
 

@@ -107,6 +107,41 @@ def test_grpo_gradient_is_that_of_a_loop_over_tokens(policy, aggregation, estima
         assert (again - got).norm() / got.norm() < 1e-12
 
 
+@pytest.mark.parametrize("exact", ["ref", "teacher"])
+def test_leash_and_teacher_give_the_gradient_of_the_sum_of_both_loops(exact):
+    """One of the two reads whole distributions, the other the sampled tokens."""
+    policy = double_policy()
+    batch, start = prepared(policy)
+    models = {"ref": start, "teacher": scaled(policy, 0.9)}
+    batch = Reference(policy, models["teacher"], name="teacher")(batch)
+    kinds = {name: "full" if name == exact else "k3_ratio" for name in models}
+    second = Leash(ConstantKLController(kl_coef=0.2), kinds["teacher"], name="teacher")
+    own = Leash(ConstantKLController(kl_coef=COEFF), kinds["ref"], teacher=second)
+    options = {"reference": models[exact].scorer, "micro_batch_tokens": 120}
+    got, metrics = gradient(policy, DistilObjective(leash=own), batch, **options)
+    with torch.no_grad():
+        theirs = {name: [q for *_, q in each_token(m.model, batch)] for name, m in models.items()}
+    losses: dict[int, list[Tensor]] = defaultdict(list)
+    found = []
+    for index, (i, t, token, p) in enumerate(each_token(policy.model, batch)):
+        terms = []
+        for name, coeff in (("ref", COEFF), ("teacher", 0.2)):
+            q, r = theirs[name][index], (p[token] - batch["log_probs", "full"][i, t]).exp()
+            d = q[token] - p[token]
+            kl = (p.exp() * (p - q)).sum() if name == exact else r * (d.exp() - d - 1)
+            terms.append(coeff * kl)
+        losses[i].append(terms[0] + terms[1])
+        found.append([term.item() for term in terms])
+    backward(policy, losses, "token_mean")
+    want = grad_of(policy)
+    assert (got - want).norm() / want.norm() < 1e-5
+    means = torch.tensor(found).mean(0).tolist()
+    assert [metrics["loss/kl"], metrics["loss/kl_teacher"]] == pytest.approx(means, rel=1e-4)
+    coeff = {"ref": COEFF, "teacher": 0.2}[exact]
+    mean = means[0 if exact == "ref" else 1]
+    assert metrics[f"kl/{exact}_full"] == pytest.approx(mean / coeff, rel=1e-4)
+
+
 def divergences(p: Tensor, q: Tensor, weight: float) -> dict[str, Tensor]:
     """Return the divergences of a token's log-probs, [V] each, by their definitions."""
     m = (weight * q.exp() + (1 - weight) * p.exp()).log()

@@ -36,6 +36,7 @@ KEYS: dict[NestedKey, Entry] = {
     "group_id": Entry("[B] int64", "equal for the samples of a prompt"),
     "temperature": Entry("[B] float32", "of sampling"),
     "policy_version": Entry("[B] int64", "weight syncs before sampling"),
+    "row": Entry("[B] dict", "cells of the prompt's row"),
     "prompt": Entry("[B] text", "the last message of the prompt"),
     "system": Entry("[B] text", "system message of the prompt, or empty"),
     "answer": Entry("[B] text", "correct answer, if the row has one"),
@@ -49,12 +50,15 @@ KEYS: dict[NestedKey, Entry] = {
     "policy_weight": Entry("[B, T] float32", "factor of the policy term"),
     ("ref_log_probs", "full"): Entry("[B, T] float32", "of the reference"),
     "ref_states": Entry(
-        "[B, T, H] any", "of the reference, to predict each attended token; only for the exact KL"
+        "[B, T, H] any", "of the one whose KL is exact, to predict each attended token"
     ),
     "kl_penalty": Entry("[B, T] float32", "k1 in nats, without the coefficient"),
-    "reward_kl": Entry("[B, T] float32", "-coeff * KL, or 0"),
+    ("teacher_log_probs", "full"): Entry("[B, T] float32", "of the teacher"),
+    "teacher_kl_penalty": Entry("[B, T] float32", "k1 to the teacher"),
+    "reward_kl": Entry("[B, T] float32", "-coeff * KL, or 0; the sum over the leashes"),
     "reward": Entry("[B, T] float32", "reward_raw + reward_kl"),
     "kl_left": Entry("[B] float32", "KL coefficient that the loss charges"),
+    "teacher_kl_left": Entry("[B] float32", "the same of the KL to the teacher"),
     "advantage": Entry("[B, T] float32", "A"),
     "value": Entry("[B, T] float32", "V(tokens < t)"),
     "returns": Entry("[B, T] float32", "advantage + value"),
@@ -73,6 +77,29 @@ def reads(*keys: NestedKey) -> tuple[NestedKey, ...]:
             raise KeyError(f"{key!r} is no key of a batch; describe it in trainer/batch.py")
     return keys
 
+
+class LeashNames(NamedTuple):
+    """Names that a leash has in the configuration, in a batch, in a loss and in the metrics."""
+
+    section: str
+    log_probs: NestedKey
+    penalty: str
+    left: str
+    loss: str
+    coeff: str
+
+
+LEASHES = {
+    "ref": LeashNames(
+        "kl", *reads(("ref_log_probs", "full"), "kl_penalty", "kl_left"), "kl", "kl/coeff"
+    ),
+    "teacher": LeashNames(
+        "teacher",
+        *reads(("teacher_log_probs", "full"), "teacher_kl_penalty", "teacher_kl_left"),
+        "kl_teacher",
+        "kl/teacher_coeff",
+    ),
+}
 
 # Keys that a source of batches must write, and keys that the advantage of responses must write.
 SOURCE_WRITES = reads(

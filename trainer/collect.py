@@ -180,6 +180,7 @@ def collect(
             rows, td = rows[fits], td[fits.cpu()]
         if not goes_on:
             batch = chats.batch(group_id, policy)
+            batch.set("row", NonTensorStack(*map(NonTensorData, data)))
             return batch.set("answer", NonTensorStack(*answers))
         td = _with_ids(next_state(td, keys), chats.tokens["ids"][rows], chats.attention[rows])
         td = policy(td)

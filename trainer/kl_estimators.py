@@ -42,14 +42,14 @@ class Estimator:
     `needs`: "samples" (the log-ratio), "ratio" (curr and gen) or "vocabulary" (full_kl); the reward
     has samples only. `refused`: reason and remedy for each place in which the expected gradient is
     not that of a KL; kl.allow_biased=true allows the pair if the place has what it needs.
-    `mixture` selects full_kl, logged as `metric`: see `TokenDistribution.scores`.
+    `mixture` selects full_kl, logged as kl/ref_<metric>: see `TokenDistribution.scores`.
     """
 
     term: Callable[[TokenKL], Tensor]
     needs: Literal["samples", "ratio", "vocabulary"] = "samples"
     refused: Mapping[str, str] = field(default_factory=dict)
     mixture: float = 1.0
-    metric: str = "kl/ref_full"
+    metric: str = "full"
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -85,9 +85,9 @@ def exact_kl(token: TokenKL) -> Tensor:
     return token.full_kl
 
 
-NO_PULL = "it has no KL gradient near the reference; use kl=reward (k1)"
-NO_GRADIENT = "its gradient in the loss is zero; use kl.estimator=full, k3_ratio, k2 or k3"
-OF_STATE = {"reward": "it does not depend on its own token; use kl=reward (k1)"}
+NO_PULL = "it has no KL gradient near the reference; use k1"
+NO_GRADIENT = "its gradient in the loss is zero; use full, k3_ratio, k2 or k3"
+OF_STATE = {"reward": "it does not depend on its own token; use k1"}
 ESTIMATORS: dict[str, Estimator] = {  # k1, k2, k3: Schulman 2020, "Approximating KL divergence"
     "k1": Estimator(lambda token: token.log_ratio, refused={"loss": NO_GRADIENT}),
     "k2": Estimator(lambda token: 0.5 * token.log_ratio.square(), refused={"reward": NO_PULL}),
@@ -96,13 +96,13 @@ ESTIMATORS: dict[str, Estimator] = {  # k1, k2, k3: Schulman 2020, "Approximatin
     "k3_ratio": Estimator(
         k3_ratio,
         needs="ratio",
-        refused={"reward": "it is k3 there, at a ratio of 1; use kl=reward (k1)"},
+        refused={"reward": "it is k3 there, at a ratio of 1; use k1"},
     ),
     "forward": Estimator(
-        exact_kl, needs="vocabulary", refused=OF_STATE, mixture=0.0, metric="kl/ref_forward"
+        exact_kl, needs="vocabulary", refused=OF_STATE, mixture=0.0, metric="forward"
     ),
     "jsd": Estimator(  # kl.jsd_weight is its mixture
-        exact_kl, needs="vocabulary", refused=OF_STATE, mixture=0.5, metric="kl/ref_jsd"
+        exact_kl, needs="vocabulary", refused=OF_STATE, mixture=0.5, metric="jsd"
     ),
 }
 
@@ -117,18 +117,21 @@ def find_estimator(estimator: str | Estimator) -> Estimator:
     return ESTIMATORS[estimator]
 
 
-def check_place(where: str, estimator: str | Estimator, *, allow_biased: bool = False) -> None:
+def check_place(
+    where: str, estimator: str | Estimator, *, allow_biased: bool = False, section: str = "kl"
+) -> None:
     """Raise ValueError for an estimator whose gradient in this place is not that of the KL.
 
-    `allow_biased` allows it if the estimator can be computed there.
+    `allow_biased` allows it if the estimator can be computed there. `section`: kl or teacher.
     """
     if where not in PLACES:
-        raise ValueError(f"expected kl.where to be one of {', '.join(PLACES)}, got {where!r}")
+        one = ", ".join(PLACES)
+        raise ValueError(f"expected {section}.where to be one of {one}, got {where!r}")
     row = find_estimator(estimator)
     missing = where == "reward" and row.needs != "samples"
     reason = row.refused.get(where, f"it needs the {row.needs}" if missing else "")
     if not reason or (allow_biased and not missing):
         return
     name = estimator if isinstance(estimator, str) else "<your own>"
-    remedy = "" if missing else ", or set kl.allow_biased=true"
-    raise ValueError(f"kl.estimator={name} with kl.where={where}: {reason}{remedy}")
+    remedy = "" if missing else f", or set {section}.allow_biased=true"
+    raise ValueError(f"{section}.estimator={name} with {section}.where={where}: {reason}{remedy}")

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from policies.layout import groups
 from policies.random import in_float64
+from trainer.batch import LEASHES
 from trainer.kl_estimators import k3
 from trainer.runtime import Runtime
 
-PER_TOKEN = ("kl/ref", "kl/ref_k3")
+PER_TOKEN = ("kl/ref", "kl/ref_k3", "kl/teacher", "kl/teacher_k3")
 PER_JUDGED_ROW = ("reward/mean", "reward/raw_mean", "square", "kl/ref_sequence")
+PER_JUDGED_ROW += ("kl/teacher_sequence",)
 
 
 def summarize(
@@ -36,8 +38,8 @@ def summarize(
         _rewards(batch, sums)
     if "truncated" in batch:
         sums["response/truncated_fraction"] = float(batch.get("truncated").sum())
-    if "kl_penalty" in batch:
-        _kl(batch, sampled, sums)
+    for name in LEASHES:
+        _kl(batch, name, sampled, sums)
     logged, per_token = batch.get("logged", {}), [*PER_TOKEN]
     for name, value in logged.items():  # [B, T] or [B]
         per_token += [name] if value.ndim == 2 else []
@@ -94,11 +96,14 @@ def _rewards(batch: TensorDictBase, sums: dict[str, float]) -> None:
     sums["groups"], sums["flat"] = float(len(flat)), float(sum(flat))
 
 
-def _kl(batch: TensorDictBase, mask: Tensor, sums: dict[str, float]) -> None:
-    k1 = batch.get("kl_penalty") * mask
-    gen, ref = batch.get(("log_probs", "full")), batch.get(("ref_log_probs", "full"))
-    sums["kl/ref"] = sums["kl/ref_sequence"] = float(k1.sum())
-    sums["kl/ref_k3"] = float((k3(gen - ref) * mask).sum())
+def _kl(batch: TensorDictBase, name: str, mask: Tensor, sums: dict[str, float]) -> None:
+    names = LEASHES[name]
+    if names.penalty not in batch:
+        return
+    k1 = batch.get(names.penalty) * mask  # [B, T]
+    gen, ref = batch.get(("log_probs", "full")), batch.get(names.log_probs)  # [B, T]
+    sums[f"kl/{name}"] = sums[f"kl/{name}_sequence"] = float(k1.sum())
+    sums[f"kl/{name}_k3"] = float((k3(gen - ref) * mask).sum())
 
 
 def idle_groups(batch: TensorDictBase) -> Tensor:

@@ -110,8 +110,10 @@ class DistilObjective:
     reads = Leash.learnt
 
     def __init__(self, *, leash: Leash) -> None:
-        if leash.where != "loss":
-            raise ValueError(f"DistilObjective expects kl.where=loss, got {leash.where}")
+        for each in leash.each:
+            if each.where != "loss":
+                place = f"{each.names.section}.where"
+                raise ValueError(f"DistilObjective expects {place}=loss, got {each.where}")
         self.leash = leash
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:

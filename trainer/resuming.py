@@ -35,6 +35,7 @@ def restore_run(loop: Any) -> None:
 def _restore(loop: Any, state: dict[str, Any]) -> None:
     """Load a checkpoint's state; ValueError if the reference or a file has changed."""
     pairs = [("the reference", state["reference"], loop.retrieve_kl.sha256)]
+    pairs += [("the teacher", state.get("teacher", ""), loop.teacher.sha256)]
     for key, sha in state["inputs"].items():
         got = loop.inputs.get(key, sha)
         if not key.endswith("_target_"):
@@ -48,7 +49,8 @@ def _restore(loop: Any, state: dict[str, Any]) -> None:
                 f"({got[:12]}); put the old one back, or start a new run"
             )
     loop.update.load_state_dict(state["update"])
-    loop.update.leash.controller.load_state_dict(state["kl"])
+    for each in loop.update.leash.each:
+        each.controller.load_state_dict(state[each.names.loss])
     if "enough" in state:
         loop.early_stopping.load_state_dict(state["enough"])
         if loop.early_stopping.ended:  # stopped before the final model was written

@@ -64,6 +64,7 @@ class Trainer:
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     inputs: dict[str, str] = field(default_factory=dict)  # sha256 of each configured file
     parts: dict[str, Any] = field(default_factory=dict)  # stateful parts, by configuration key
+    teacher: Reference | NoReference = field(default_factory=NoReference)  # never refreshed
 
     def run(self, *, resume: bool = False) -> float:
         """Train to the last iteration; return the sweep metric."""
@@ -100,7 +101,7 @@ class Trainer:
             self.retrieve_kl.refresh(i + 1)
             clock.lap("sync")
             metrics |= summarize(batch, self.runtime, rewarded=self.evaluate.task.rewarded)
-            metrics["kl/coeff"] = self.update.leash.coeff
+            metrics |= {each.names.coeff: each.coeff for each in self.update.leash.each}
             metrics |= self.runtime.all_reduce_max(self.last_sync.metrics())
             self.update.leash.follow(metrics, replies=len(batch) * self.runtime.ranks)
             self._count(batch, metrics, clock)
@@ -109,11 +110,12 @@ class Trainer:
         self.checkpoints.maybe_save(done, self.state_dict(), last=done == self.num_iterations)
 
     def score(self, batch: TensorDictBase) -> TensorDictBase:
-        """Add the KL to a batch, and what an update with the exact KL reads of its reference."""
-        reference = getattr(self.update, "reference", None)
-        if reference is not None and reference is self.retrieve_kl.scorer:
-            return self.retrieve_kl(batch, keep_states=True)
-        return self.retrieve_kl(batch)
+        """Add the KLs to a batch, and what an update with an exact KL reads of its reference."""
+        exact = getattr(self.update, "reference", None)
+        for reference in (self.retrieve_kl, self.teacher):
+            keeps = exact is not None and reference.scorer is exact
+            batch = reference(batch, **({"keep_states": True} if keeps else {}))
+        return batch
 
     def _batch(self, i: int, clock: "Clock") -> TensorDictBase:
         """Return the batch with its KL; at a stop, save the state before iteration `i`."""
@@ -303,9 +305,10 @@ class Trainer:
         return {
             **vars(self.progress),
             "update": self.update.state_dict(),
-            "kl": self.update.leash.controller.state_dict(),
+            **{each.names.loss: each.controller.state_dict() for each in self.update.leash.each},
             "version": self.policy.version,
-            "reference": self.retrieve_kl.sha256,  # a resumed run must have the same reference
+            "reference": self.retrieve_kl.sha256,  # a resumed run must have the same ones
+            "teacher": self.teacher.sha256,
             "inputs": self.inputs,  # and the same hashes of rows, templates and code
             "parts": self._states(),
             "enough": self.early_stopping.state_dict(),

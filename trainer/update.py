@@ -18,7 +18,7 @@ from policies.layout import groups, pack_rows
 from policies.random import in_float64
 from policies.scorer import Scorer
 from trainer.batch import reads
-from trainer.kl import Leash, check_charged, is_charged_in_reward
+from trainer.kl import Leash, charged_in_reward, check_charged
 from trainer.losses import token_weights
 from trainer.objectives import EntropyBonus, Objective, Terms
 from trainer.runtime import Runtime
@@ -41,7 +41,8 @@ class Update:
     (0-based) to a learning rate; `micro_batch_tokens` bounds the tokens of a backward pass,
     padding included. `packing` removes the padding: it concatenates the rows.
     `leash` is the one of the run: if its coefficient is above 0, either the batch or the objective
-    must have charged its KL. The rate of a parameter group is multiplied by its "scale" and is 0
+    must have charged its KL; so for that of its teacher. `reference` scores the distributions that
+    `leash.reader` needs. The rate of a parameter group is multiplied by its "scale" and is 0
     before iteration "since".
     `entropy_*` configure `EntropyBonus`; `router_coeff` weighs the load-balancing loss of a mixture
     of experts. If the kl/behaviour_k3 of a minibatch, over all ranks, is above `target_kl` (nats
@@ -77,8 +78,8 @@ class Update:
         self.micro_batch_tokens, self.max_grad_norm = micro_batch_tokens, max_grad_norm
         if getattr(objective, "leash", None) not in (None, leash):
             raise ValueError("expected one Leash, got two: give the objective's Leash to Update")
-        self.leash, self.in_reward = leash, False
-        self.reference = reference if leash.needs_reference else None
+        self.leash, self.in_reward = leash, set[str]()
+        self.reference = reference if leash.reader.needs_reference else None
         self.entropy = EntropyBonus(entropy_coeff, target=entropy_target)
         self.router_coeff, self.target_kl, self.packing = router_coeff, target_kl, packing
         if router_coeff:
@@ -90,7 +91,7 @@ class Update:
 
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
         """Take the optimiser steps of one iteration; return the metrics of its last epoch."""
-        self.in_reward = is_charged_in_reward(batch)
+        self.in_reward = charged_in_reward(self.leash, batch)
         original, batch = batch, batch.select(*SCORED, *self.objective.reads, strict=False)
         original.pop("ref_states", None)  # large, and read here only
         self.scorer.train()
@@ -185,7 +186,7 @@ class Update:
                 balance=self.router_coeff > 0,
             )
             terms = self.objective(scores, batch)  # [B, T] each
-            check_charged(self.leash, in_reward=self.in_reward, in_loss="kl" in terms.loss)
+            check_charged(self.leash, in_reward=self.in_reward, in_loss=terms.loss.keys())
             weight, loss = batch.get("weight"), terms.loss | self.entropy(scores)
             if self.router_coeff:
                 loss["router"] = self.router_coeff * scores.imbalance

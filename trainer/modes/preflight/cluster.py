@@ -121,15 +121,19 @@ class Rank:
     ) -> None:
         launch, policy, kl = (settings[name] for name in ("launch", "policy", "kl"))
         self.ledger, self.leash = ledger, parts.leash
-        self.scorer, self.reference = make_scorer(policy, policy["model"]), None
+        self.scorer, self.references = make_scorer(policy, policy["model"]), dict[str, Any]()
         self.loaded = ledger.now
         self.scorer.placement = Cloned()
+        sharded = {"sharded": mesh is not None}
         if kl["measure"]:
-            self.reference = make_reference(self.scorer, policy, kl, sharded=mesh is not None)
+            self.references["ref"] = make_reference(self.scorer, policy, kl, **sharded)
+        if self.leash.teacher is not None:
+            teacher = settings["teacher"] | {"refresh_every": 0}
+            self.references["teacher"] = make_reference(self.scorer, policy, teacher, **sharded)
         if parts.critic:
             self.scorer.critic = parts.critic(scorer=self.scorer)
         if mesh is not None:
-            shard_all(self.scorer, [self.reference], mesh)
+            shard_all(self.scorer, [*self.references.values()], mesh)
         self.optimizer = parts.make_optimizer(self.scorer)
         trained = [p for p in self.scorer.parameters() if p.requires_grad]
         copies = mesh is None and launch["num_processes"] > 1
@@ -151,7 +155,8 @@ class Rank:
         for weight, bucket in self.buckets.items():
             weight.grad = bucket
         layout = layout_of(rows, tokens)
-        exact = self.reference if self.leash.needs_reference else None
+        reader = self.leash.reader
+        exact = self.references.get(reader.name) if reader.needs_reference else None
         work = partial(inside, self.scorer, lambda: self._loss(layout, exact))
         (work() if exact is None else inside(exact, work)).backward()
         self.scorer.eval()
@@ -173,12 +178,12 @@ class Rank:
         return torch.stack([term.sum() for term in terms]).sum()
 
     def score(self, rows: int, tokens: int) -> int:
-        """Score sequences with the reference; return the peak of bytes."""
+        """Score sequences with each reference; return the peak of bytes."""
         self.ledger.restart()
         layout = layout_of(rows, tokens)
-        if (scorer := self.reference) is not None:
+        for scorer in self.references.values():
             with torch.no_grad():
-                inside(scorer, lambda: log_probs(scorer, layout))
+                inside(scorer, partial(log_probs, scorer, layout))
         return self.ledger.peak
 
     def save(self) -> int:

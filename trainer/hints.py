@@ -1,0 +1,64 @@
+"""Prompts with a hint, for a reference that knows more than the policy (self-distillation)."""
+
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
+
+from policies.padding import pad, pad_mask, unpad
+
+RESPONSE = ("masks", "all_response_mask")
+
+
+class Hint:
+    """Give each row of a batch the prompt that ends with a hint, and the same response.
+
+    `text` is a template over the cells of the prompt's row, "The answer is {answer}.", and becomes
+    the end of its last user message. The chats come from the run's `env`, as those of the policy.
+    A response is all that follows the prompt, so chats have one turn.
+    """
+
+    def __init__(self, text: str, *, env: Any, policy: Any) -> None:
+        self.text, self.env, self.policy = text, env, policy
+
+    def __call__(self, batch: TensorDictBase) -> TensorDict:
+        """Return tokens, masks, temperature and group_id of the rows with a hint, [B, T]."""
+        sampled = batch.get(RESPONSE)  # [B, T]
+        prompts = self._prompts(batch)
+        responses = unpad(batch.get(("tokens", "full")), sampled)
+        pairs = zip(prompts, responses, strict=True)
+        ids = pad([torch.cat(pair) for pair in pairs])  # [B, t]
+        sizes = [len(each) for each in prompts]
+        total = [a + len(b) for a, b in zip(sizes, responses, strict=True)]
+        attention = pad_mask(total, device=ids.device)  # [B, t]
+        first = torch.tensor(sizes, device=ids.device).unsqueeze(-1)  # [B, 1]
+        response = attention & (torch.arange(ids.shape[1], device=ids.device) >= first)  # [B, t]
+        masks = {"all_attention_mask": attention, "all_response_mask": response}
+        out = TensorDict({"tokens": {"full": ids}, "masks": masks}, [len(ids)])
+        return out.update(batch.select("temperature", "group_id"))
+
+    def _prompts(self, batch: TensorDictBase) -> list[Tensor]:
+        """Return the ids of each row's prompt; the rows of a group share one."""
+        groups = batch.get("group_id").tolist()
+        rows = dict(zip(groups, batch.get("row").tolist(), strict=True))
+        hinted = [NonTensorData(self._hinted(row)) for row in rows.values()]
+        td = TensorDict({"row": NonTensorStack(*hinted)}, [len(hinted)])
+        td = self.env.with_group_size(1).reset(td)
+        reader = self.policy.reader(td)
+        prompts = reader.prompts(td, reader.records(td))
+        ids = unpad(prompts.tokens, prompts.attention)
+        by_group = dict(zip(rows, ids, strict=True))
+        return [by_group[group] for group in groups]
+
+    def _hinted(self, row: dict[str, Any]) -> dict[str, Any]:
+        try:
+            text = self.text.format(**row)
+        except (AttributeError, IndexError, LookupError, ValueError) as error:
+            cells = f"expected a hint of the cells {', '.join(row)} of a row"
+            raise ValueError(f"{cells}, got {self.text!r} ({error})") from error
+        messages = list(row["messages"])
+        users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        last = users[-1] if users else len(messages) - 1
+        messages[last] = {**messages[last], "content": f"{messages[last]['content']}\n{text}"}
+        return {**row, "messages": messages}
