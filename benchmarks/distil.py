@@ -18,7 +18,7 @@ import yaml
 from benchmarks.measure import ROOT, markdown
 from benchmarks.yardstick import CASES, LOGS, evaluate, train
 from benchmarks.yardstick_page import LIBRARIES, Record, spread
-from trainer.frontier import ACCURACY, EVAL_KL
+from trainer.kl.frontier import ACCURACY, EVAL_KL
 from trainer.runs.run_files import read_lines
 
 CASE = replace(CASES["tiny"], words="experiment=distil_tiny", peer="benchmarks.distil_trl")

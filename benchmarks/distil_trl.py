@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.yardstick_trl import SAME, check, main, parts_of_trainer, shared_settings
 from conf.build import make_task
-from policies.models import find_model
+from policies.models.find import find_model
 
 OTHERS = {
     "algorithm.objective._target_": "trainer.DistilObjective",

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.measure import ROOT
 from benchmarks.yardstick import BOTH, QUIET
-from policies.models import EMBEDDED, find_model
+from policies.models.find import EMBEDDED, find_model
 from trainer.runs.run_files import load_run, read_lines
 from trainer.runs.versions import about_machine
 

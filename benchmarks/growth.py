@@ -21,8 +21,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.measure import MIB, markdown, reset_peak, resident
-from policies.attention import NAME
 from policies.layout import pack_rows
+from policies.models.fast.attention import NAME
 from policies.random import fold
 from policies.sampler import Stop, sample
 from policies.scorer import Scorer, score_in_parts

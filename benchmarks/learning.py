@@ -21,7 +21,7 @@ from statistics import fmean
 
 from benchmarks.measure import ROOT, markdown
 from conf.compose import compose_checked, set_up
-from trainer.frontier import EVAL_KL
+from trainer.kl.frontier import EVAL_KL
 from trainer.runs.run_files import load_run
 
 EXPERIMENTS = (

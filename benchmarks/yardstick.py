@@ -38,9 +38,9 @@ from benchmarks.yardstick_page import (
     table,
 )
 from policies.cache import write_text
-from policies.models import find_model
-from trainer.frontier import FILE, Frontier, read_frontier
-from trainer.reports.frontier_chart import sample_frontier
+from policies.models.find import find_model
+from trainer.kl.frontier import FILE, Frontier, read_frontier
+from trainer.pages.frontier_chart import sample_frontier
 from trainer.runs.run_files import load_run, read_lines
 
 BOTH = "kl.where=loss kl.estimator=k3_ratio kl.controller=constant optimizer.schedule=constant"

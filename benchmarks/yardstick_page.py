@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 
 from benchmarks.measure import markdown
-from trainer.frontier import ACCURACY, EVAL_KL, Frontier
-from trainer.reports.chart import CSS, Series, line_chart
+from trainer.kl.frontier import ACCURACY, EVAL_KL, Frontier
+from trainer.pages.chart import CSS, Series, line_chart
 
 LIBRARIES = ("leash", "TRL")
 Record = dict[str, Any]  # of a run: points, evaluation, seconds, memory

@@ -13,8 +13,8 @@ from conf.compose import compose, compose_checked, compose_experiment, write_def
 from envs.rewards.trl_function import register
 from policies.cache import write_text
 from trainer.early_stopping import Stopped
-from trainer.reports.formats import leaves
-from trainer.reports.summary import resume_command
+from trainer.pages.formats import leaves
+from trainer.pages.summary import resume_command
 from trainer.runs.folders import SCRIPT, holds_run, quoted, remove_unused, unique_folder
 from trainer.runs.launch import prepare
 from trainer.runs.lock import FILE as LOCK

@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from envs.tasks.task import rewards_anything
-from trainer.kl_control import CONTROLLERS, KLControllerBase
+from trainer.kl.controllers import CONTROLLERS, KLControllerBase
 
 # Keys of env that a task may take.
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split", "match")
@@ -188,7 +188,7 @@ def make_source(
     source = part(after_rollout=[*after_rollout.values()], **objects)
     if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
         return source
-    overlap, total = find_target("trainer.overlap.Overlap"), cfg.trainer.num_iterations
+    overlap, total = find_target("trainer.scale.overlap.Overlap"), cfg.trainer.num_iterations
     return overlap(source, objects["policy"], ahead=cfg.trainer.overlap, num_iterations=total)
 
 
@@ -208,7 +208,7 @@ def make_references(cfg: DictConfig, policy: Any, env: Any) -> dict[str, Any]:
         )
         hint = section.hint
         if hint is not None:
-            hint = find_target("trainer.hints.Hint")(hint, env=env, policy=policy)
+            hint = find_target("trainer.kl.hints.Hint")(hint, env=env, policy=policy)
         return trainer.Reference(policy, model, every=every, decay=decay, name=name, hint=hint)
 
     out, kl = {"ref": trainer.NoReference(), "teacher": trainer.NoReference()}, cfg.kl
@@ -234,7 +234,7 @@ def custom_observers(cfg: DictConfig, runtime: Any, more: Iterable[Any] = ()) ->
 def make_observers(cfg: DictConfig, runtime: Any, custom: Iterable[Any]) -> Any:
     """Build the observers of rank 0: the user's own, then tracker, report and terminal."""
     import trainer
-    from trainer.reports import diagnosis, display, live
+    from trainer.pages import diagnosis, display, live
 
     if not runtime.is_main:
         return trainer.Observer()

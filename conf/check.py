@@ -21,11 +21,11 @@ from conf.hints import nearest
 from envs.data import is_file
 from envs.rewards.validate import complaint, in_one_line
 from envs.transforms import is_leash
-from policies.models import no_model
+from policies.models.find import no_model
 from policies.optional_packages import EXTRAS, package_of
 from trainer.early_stopping import read_rule
-from trainer.kl_control import CONTROLLERS
-from trainer.kl_estimators import check_place
+from trainer.kl.controllers import CONTROLLERS
+from trainer.kl.estimators import check_place
 from trainer.runs.run_files import PREFIX
 from trainer.surrogates import SURROGATES
 

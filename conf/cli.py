@@ -15,7 +15,7 @@ from conf.compose import FAULTS, compose_experiment, explain, set_up, write_defa
 from conf.resume import last_run
 from conf.schema import FOLDER, all_keys
 from conf.sweep import MULTIRUN, end_sweep, read_job
-from trainer.reports.sweep_jobs import PLAN
+from trainer.pages.sweep_jobs import PLAN
 from trainer.runs.discover import nothing_left
 from trainer.runs.failures import TRACEBACKS, print_error, say
 from trainer.runs.folders import TEMPORARY, is_main_rank, quoted

@@ -32,7 +32,7 @@ from trainer.surrogates import SURROGATES, find_surrogate
 
 # Nothing here is ignored.
 SECTIONS = ("algorithm", "trainer", "optimizer", "kl", "teacher", "env", "policy")
-RUNTIMES = {"ddp": "trainer.Runtime", "fsdp2": "trainer.shards.ShardedRuntime"}
+RUNTIMES = {"ddp": "trainer.Runtime", "fsdp2": "trainer.scale.shards.ShardedRuntime"}
 
 
 class Part:

@@ -14,8 +14,8 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from trainer.kl_control import CONTROLLERS
-from trainer.kl_estimators import ESTIMATORS
+from trainer.kl.controllers import CONTROLLERS
+from trainer.kl.estimators import ESTIMATORS
 from trainer.surrogates import SURROGATES
 
 TYPES: dict[str, tuple[Any, str]] = {  # with their names in messages

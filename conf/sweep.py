@@ -23,8 +23,8 @@ from conf.compose import FAULTS, checked, explain, hide_secrets, is_temporary
 from conf.modes import configure
 from conf.resume import job_config, resumed
 from policies.cache import write_text
-from trainer.reports.sweep_jobs import PLAN, load_sweep, results
-from trainer.reports.sweep_page import write_sweep
+from trainer.pages.sweep_jobs import PLAN, load_sweep, results
+from trainer.pages.sweep_page import write_sweep
 from trainer.runs.discover import nothing_left
 from trainer.runs.failures import print_error, say
 from trainer.runs.folders import holds_run, is_main_rank, quoted

@@ -10,7 +10,7 @@ and variance 2 KL. The exact KL (full) is drawn as that of one state: no bias an
 import math
 from pathlib import Path
 
-from trainer.reports.chart import Series, line_chart, standalone
+from trainer.pages.chart import Series, line_chart, standalone
 
 SIZE = {"width": 330, "height": 240}
 HUES = {"k1": 0, "k2": 1, "k3": 2, "full": 3}

@@ -3,15 +3,15 @@
     python docs/replies.py multirun/ppo_sentiment_smollm/<date_time>
 
 Rewards and KL are those of the held-out replies, the KL in nats per reply. The efficiency is known
-once the reference was sampled: `python -m trainer.reports <sweep> --frontier`.
+once the reference was sampled: `python -m trainer.pages <sweep> --frontier`.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.frontier import EVAL_KL, EVAL_REWARD, FILE, Frontier, read_frontier
-from trainer.reports.sweep_jobs import efficiency
+from trainer.kl.frontier import EVAL_KL, EVAL_REWARD, FILE, Frontier, read_frontier
+from trainer.pages.sweep_jobs import efficiency
 from trainer.runs.discover import find_jobs
 from trainer.runs.run_files import Run, load_run, read_lines
 

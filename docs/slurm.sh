@@ -1,6 +1,6 @@
 #!/bin/bash
 # One run on several nodes of Slurm: sbatch docs/slurm.sh experiment=grpo_qwen seed=1
-# Tried without Slurm (tests/scale/test_nodes.py): see what your site needs.
+# Tried without Slurm (tests/trainer/scale/test_nodes.py): see what your site needs.
 #SBATCH --job-name=leash
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1     # torchrun, which starts a rank a GPU

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from policies.distributions.sequences import LogProbDistribution as LogProbDistribution
     from policies.load import load_policy as load_policy
     from policies.load import load_reference as load_reference
-    from policies.reward_model import GPT2RewardModel as GPT2RewardModel
-    from policies.reward_model import load_reward_model as load_reward_model
+    from policies.models.reward_model import GPT2RewardModel as GPT2RewardModel
+    from policies.models.reward_model import load_reward_model as load_reward_model
     from policies.scorer import Critic as Critic
     from policies.scorer import Scorer as Scorer
     from policies.scorer import Scores as Scores

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.attention import NAME, Grid
+from policies.models.fast.attention import NAME, Grid
 from policies.padding import pad, positions, unpad
 
 # Families whose forward takes position ids and an explicit 4-D mask; checked in the tests.

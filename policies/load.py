@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from policies import lora as adapters
 from policies.chats.templates import find_template, require_template, with_variables
 from policies.decoding import Decoding
-from policies.models import ModelFiles, find_model, has_adapter, load_model, load_tokenizer
+from policies.models import lora as adapters
+from policies.models.find import ModelFiles, find_model, has_adapter, load_model, load_tokenizer
 from policies.scorer import LOCAL, Scorer
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 
@@ -42,8 +42,8 @@ def load_policy(
     """Return the generating policy on `model`: a folder, an embedded model or a hub id.
 
     dtype is that of the weights; autocast that of the matrix products (see `resolve_autocast`).
-    attn_implementation, kernels: see `policies.models.load_model`.
-    lora: arguments of `policies.lora.add_adapter`; then only the adapter is trained.
+    attn_implementation, kernels: see `policies.models.find.load_model`.
+    lora: arguments of `policies.models.lora.add_adapter`; then only the adapter is trained.
     gradient_checkpointing: compute the activations of each layer again in the backward.
     chat_template_kwargs: variables of the template, {"enable_thinking": False}; they are saved in
     the tokenizer's template.

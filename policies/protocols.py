@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from policies.models import ModelFiles
+from policies.models.find import ModelFiles
 from policies.scorer import Scorer
 from policies.wrappers.generate_kwargs import GenerateKwargs
 

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     from trainer.evaluation import Evaluate as Evaluate
     from trainer.gae import GAEAdvantage as GAEAdvantage
     from trainer.importance_sampling import ImportanceSampling as ImportanceSampling
-    from trainer.kl import Leash as Leash
-    from trainer.kl_control import AdaptiveKLController as AdaptiveKLController
-    from trainer.kl_control import BudgetKLController as BudgetKLController
-    from trainer.kl_control import ConstantKLController as ConstantKLController
-    from trainer.kl_control import KLControllerBase as KLControllerBase
-    from trainer.kl_control import LinearKLController as LinearKLController
-    from trainer.kl_control import TargetKLController as TargetKLController
+    from trainer.kl.controllers import AdaptiveKLController as AdaptiveKLController
+    from trainer.kl.controllers import BudgetKLController as BudgetKLController
+    from trainer.kl.controllers import ConstantKLController as ConstantKLController
+    from trainer.kl.controllers import KLControllerBase as KLControllerBase
+    from trainer.kl.controllers import LinearKLController as LinearKLController
+    from trainer.kl.controllers import TargetKLController as TargetKLController
+    from trainer.kl.leash import Leash as Leash
+    from trainer.kl.reference import NoReference as NoReference
+    from trainer.kl.reference import Reference as Reference
     from trainer.objectives import DistilObjective as DistilObjective
     from trainer.objectives import EntropyBonus as EntropyBonus
     from trainer.objectives import GRPOObjective as GRPOObjective
@@ -40,12 +42,10 @@ if TYPE_CHECKING:
     from trainer.optimizer import make_optimizer as make_optimizer
     from trainer.optimizer import make_schedule as make_schedule
     from trainer.optimizer import parameter_groups as parameter_groups
-    from trainer.reference import NoReference as NoReference
-    from trainer.reference import Reference as Reference
-    from trainer.reports.display import Display as Display
-    from trainer.reports.trackers.accelerate import AccelerateTracker as AccelerateTracker
-    from trainer.reports.trackers.jsonl import JsonlTracker as JsonlTracker
-    from trainer.reports.trackers.wandb import WandbTracker as WandbTracker
+    from trainer.pages.display import Display as Display
+    from trainer.pages.trackers.accelerate import AccelerateTracker as AccelerateTracker
+    from trainer.pages.trackers.jsonl import JsonlTracker as JsonlTracker
+    from trainer.pages.trackers.wandb import WandbTracker as WandbTracker
     from trainer.reward_modelling import PreferenceObjective as PreferenceObjective
     from trainer.reward_modelling import PreferencePairs as PreferencePairs
     from trainer.runtime import Runtime as Runtime

@@ -12,7 +12,7 @@ from torch import Tensor
 from policies.layout import groups
 from policies.random import in_float64
 from trainer.batch import reads
-from trainer.kl import Leash
+from trainer.kl.leash import Leash
 from trainer.losses import STD_FLOOR, group_advantage, group_mean, spread
 from trainer.runtime import Runtime
 

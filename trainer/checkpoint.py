@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from policies.cache import flush, read_manifest, write_manifest
+from policies.models.weights import weights_of
 from policies.protocols import Policy
 from policies.scorer import placement_of
-from policies.weights import weights_of
-from trainer.reference import NoReference, Reference
+from trainer.kl.reference import NoReference, Reference
 from trainer.runtime import Runtime, check_agreement
 
 FORMAT = 1

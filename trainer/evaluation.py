@@ -21,8 +21,8 @@ from policies.protocols import Generator
 from policies.random import fold
 from policies.scorer import LOCAL, placement_of
 from trainer.collect import collect
-from trainer.efficiency import Efficiency, merged, name_of_training, scores_by_row
-from trainer.frontier import FILE
+from trainer.kl.efficiency import Efficiency, merged, name_of_training, scores_by_row
+from trainer.kl.frontier import FILE
 from trainer.runtime import Runtime
 from trainer.transcripts import transcript
 

@@ -15,7 +15,7 @@ from policies.protocols import Policy
 from policies.scorer import score_in_parts
 from trainer.advantage import whiten
 from trainer.batch import reads
-from trainer.kl import Leash
+from trainer.kl.leash import Leash
 from trainer.runtime import Runtime
 
 

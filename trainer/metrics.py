@@ -14,7 +14,7 @@ from torch import Tensor
 from policies.layout import groups
 from policies.random import in_float64
 from trainer.batch import LEASHES
-from trainer.kl_estimators import k3
+from trainer.kl.estimators import k3
 from trainer.runtime import Runtime
 
 PER_TOKEN = ("kl/ref", "kl/ref_k3", "kl/teacher", "kl/teacher_k3")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from policies.scorer import Scores
 from trainer.batch import reads
-from trainer.kl import Leash
-from trainer.kl_estimators import k3
+from trainer.kl.estimators import k3
+from trainer.kl.leash import Leash
 from trainer.losses import half_square, minor_sft_term, value_term
 from trainer.surrogates import RATIOS, ClipRange, Surrogate, find_surrogate
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import assistant
+from policies.models.reward_model import Rewards, diverged, ids_to_end
 from policies.protocols import Policy
-from policies.reward_model import Rewards, diverged, ids_to_end
 from trainer.batch import reads
 from trainer.demonstrations import make_batch
 from trainer.objectives import Terms

@@ -9,7 +9,7 @@
     leash.follow(metrics)        new KL coefficient, if configured
 
 Left out on purpose: replay across iterations. To add a feature, replace one of these
-functions (example: trainer/overlap.py); add no branch to the loop.
+functions (example: trainer/scale/overlap.py); add no branch to the loop.
 """
 
 import gc
@@ -27,9 +27,9 @@ from trainer.batch import ADVANTAGE_WRITES, LEARNT, SOURCE_WRITES, check_written
 from trainer.checkpoint import Checkpoints, remove, save_model
 from trainer.early_stopping import EarlyStopping, sweep_metric
 from trainer.evaluation import Evaluate
+from trainer.kl.reference import NoReference, Reference
 from trainer.metrics import summarize
 from trainer.observer import Observer
-from trainer.reference import NoReference, Reference
 from trainer.resuming import Progress, restore_run
 from trainer.runtime import Runtime, Stopped, check_agreement, peak_flops, peak_memory, recorder
 from trainer.transcripts import transcripts

@@ -18,7 +18,7 @@ from policies.layout import groups, pack_rows
 from policies.random import in_float64
 from policies.scorer import Scorer
 from trainer.batch import reads
-from trainer.kl import Leash, charged_in_reward, check_charged
+from trainer.kl.leash import Leash, charged_in_reward, check_charged
 from trainer.losses import token_weights
 from trainer.objectives import EntropyBonus, Objective, Terms
 from trainer.runtime import Runtime

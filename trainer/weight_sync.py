@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policies.models.weights import weights_of
 from policies.protocols import Engine, Generator, Policy
 from policies.scorer import placement_of
-from policies.weights import weights_of
 
 MIN_MOVE = 0.01  # share of the tolerance; when the policy moves more, the engine must follow
 

@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 from policies.lazy import lazy
 
 if TYPE_CHECKING:
+    from envs.adapters.reasoning_gym import ReasoningGym as ReasoningGym
+    from envs.adapters.reviews import Reviews as Reviews
+    from envs.adapters.verifiers_env import Verifiers as Verifiers
     from envs.tasks.answers import Answers as Answers
     from envs.tasks.calculator import Calculator as Calculator
     from envs.tasks.calculator import multiply as multiply
@@ -17,13 +20,10 @@ if TYPE_CHECKING:
     from envs.tasks.math_problems import MathProblems as MathProblems
     from envs.tasks.math_words import MathWords as MathWords
     from envs.tasks.mix import Mix as Mix
-    from envs.tasks.reasoning_gym import ReasoningGym as ReasoningGym
-    from envs.tasks.reviews import Reviews as Reviews
     from envs.tasks.sort_digits import SortDigits as SortDigits
     from envs.tasks.task import Reply as Reply
     from envs.tasks.task import Reward as Reward
     from envs.tasks.task import Row as Row
     from envs.tasks.task import Task as Task
-    from envs.tasks.verifiers_env import Verifiers as Verifiers
 
 __getattr__, __dir__, __all__ = lazy(__name__, __file__)

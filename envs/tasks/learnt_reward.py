@@ -10,7 +10,7 @@ from typing import Any
 
 from envs.tasks.dataset import SORTED_DIGITS, DatasetTask
 from envs.tasks.task import Message, Reply, Reward, Row, assistant
-from policies.models import no_reward_model
+from policies.models.find import no_reward_model
 
 
 class LearntScore:
@@ -27,7 +27,7 @@ class LearntScore:
 
     @cached_property
     def _model(self):
-        from policies.reward_model import ChatRewards
+        from policies.models.reward_model import ChatRewards
 
         return ChatRewards(self.folder)
 

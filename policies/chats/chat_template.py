@@ -59,7 +59,7 @@ class Renderer:
     `stop_ids` end a turn: the tokenizer's EOS and the token that the template writes after a
     reply. Raises ValueError if the template cannot render a plain exchange.
 
-    >>> from policies.models import find_model, load_tokenizer
+    >>> from policies.models.find import find_model, load_tokenizer
     >>> tokenizer = load_tokenizer(find_model("tiny"))
     >>> renderer = Renderer(tokenizer, "chatml")
     >>> chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]

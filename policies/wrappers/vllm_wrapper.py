@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.lora import adapter_config
-from policies.models import find_model, has_adapter, load_tokenizer
+from policies.engines.vllm_engine import VLLMEngine, load_engine, lora_options
+from policies.engines.vllm_server import VLLMServer
+from policies.models.find import find_model, has_adapter, load_tokenizer
+from policies.models.lora import adapter_config
 from policies.padding import unpad
 from policies.protocols import Policy
 from policies.sampler import Sampled
-from policies.wrappers.vllm_engine import VLLMEngine, load_engine, lora_options
-from policies.wrappers.vllm_server import VLLMServer
 from policies.wrappers.wrapper import LLMWrapperBase
 
 # Largest allowed difference of log-probs for the same weights, nats: of the probe's rarest token.

@@ -22,7 +22,7 @@ from policies.chats.chat_template import Renderer
 from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from policies.chats.history import History
 from policies.distributions.sequences import LLMMaskedCategorical
-from policies.models import find_model, load_model, load_tokenizer, token_ids
+from policies.models.find import find_model, load_model, load_tokenizer, token_ids
 from policies.padding import predicted, unpad
 from policies.random import fold
 from policies.sampler import Sampled, Stop

@@ -24,7 +24,7 @@ from trainer.transcripts import token_texts
 
 QUIT, RESET = "/quit", "/reset"
 STEPS = ((2.0, "bold "), (0.5, ""), (0.1, "dim "))  # least nats for each strength
-LIKELIER, LESS_LIKELY = "dark_orange", "dodger_blue1"  # as in trainer/reports/style.css
+LIKELIER, LESS_LIKELY = "dark_orange", "dodger_blue1"  # as in trainer/pages/style.css
 
 
 @dataclass

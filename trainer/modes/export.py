@@ -15,7 +15,7 @@ from policies.cache import write_text
 from trainer.checkpoint import remove, save_model
 from trainer.modes.evaluate import table_rows
 from trainer.modes.run_weights import Weights, take_weights
-from trainer.reports.report import run_svg
+from trainer.pages.report import run_svg
 from trainer.runs.redact import redact
 from trainer.runs.run_files import Run, dig, load_run, read_yaml
 from trainer.trainer import Trainer

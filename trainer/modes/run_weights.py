@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from policies.models import has_adapter
+from policies.models.find import has_adapter
 from trainer.checkpoint import list_checkpoints, read_state
 from trainer.runs.discover import missing_weights
 from trainer.runs.run_files import dig, number, read_status

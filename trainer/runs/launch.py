@@ -24,7 +24,7 @@ import yaml
 
 from policies.cache import write_text
 from trainer.early_stopping import Stopped, stop_reason
-from trainer.reports.report import write_report
+from trainer.pages.report import write_report
 from trainer.runs.experiment_models import Compose, resolve_experiment
 from trainer.runs.failures import (
     LESS_MEMORY,

@@ -15,9 +15,9 @@ from torch import Tensor
 from policies.padding import predicted
 from policies.scorer import Scores
 from policies.wrappers.wrapper import LLMWrapperBase
-from trainer.kl import Leash
-from trainer.kl_control import ConstantKLController
-from trainer.kl_estimators import k3
+from trainer.kl.controllers import ConstantKLController
+from trainer.kl.estimators import k3
+from trainer.kl.leash import Leash
 from trainer.losses import half_square, token_weights
 from trainer.objectives import GRPOObjective, Terms
 from trainer.torchrl.loss_inputs import (

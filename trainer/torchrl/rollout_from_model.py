@@ -15,12 +15,12 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from policies.models import token_ids
+from policies.models.find import token_ids
 from policies.padding import compact, widen
 from policies.sampler import Sampled, Stop, sample
 from policies.scorer import Scorer
 from policies.wrappers.generate_kwargs import config_temperature, follow, until_end
-from trainer.kl_control import KLControllerBase
+from trainer.kl.controllers import KLControllerBase
 from trainer.torchrl.prompt_data import PromptData
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import psutil
 import torch
 
-from policies.models import has_adapter
-from policies.sharding import local_bytes
+from policies.models.find import has_adapter
+from policies.models.sharding import local_bytes
 from trainer.modes.preflight.profile import Findings, Iteration, Phase
-from trainer.reports.formats import duration
+from trainer.pages.formats import duration
 from trainer.runs.failures import LESS_MEMORY
 from trainer.trainer import Trainer
 

@@ -1,0 +1,1 @@
+"""Tasks of other libraries: reasoning-gym, verifiers, sentiment of reviews."""

@@ -1,0 +1,411 @@
+"""The distribution of each kept token, from the states before it, without logits [B, T, V].
+
+float32 logits exist for a slice of the vocabulary at a time. The backward reads the outputs of the
+head's product from the memory of the gradient to be, or else computes them again.
+
+Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from policies.models.fast.products import linear, mm
+
+NAMES = ("response", "assistant", "prompt", "attention")
+SLICE = 2**20  # logits at a time, over the kept tokens: 4 MB of float32; on a GPU 64 times that
+NARROWEST = 512  # columns at a time at least: products of fewer are slow
+LOWEST = -1e30  # logit of a token that a head lacks: a probability of 0, and finite
+SAVED = 2**28  # bytes of outputs that wait for the backward in memory of their own
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Per-token results, each [B, T] and 0 outside the kept tokens."""
+
+    log_probs: Tensor
+    entropy: Tensor | None = None  # nats, of the tempered distribution
+    full_kl: Tensor | None = None  # nats, see `mixture` of TokenDistribution.scores
+    values: Tensor | None = None  # reward, V(tokens < t) of the critic
+    imbalance: Tensor | None = None  # of the experts, see `imbalance` in policies/scorer.py
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output embeddings: hidden [k, H] -> logits [k, V] in float32, of float64 in float64."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None
+    cap: float | None  # of the logits, as Gemma 2 has it
+    dtype: torch.dtype | None = None  # of the product, None for that of the weight
+    factor: float = 1.0  # of the logits, before the cap, as Granite and Cohere have it
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits."""
+        return self.finish(self.product(self.scaled(hidden)))
+
+    def scaled(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states times the factor."""
+        return hidden if self.factor == 1 else hidden * self.factor
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """Return the outputs [k, V] in the dtype of the product."""
+        dtype = self.dtype or self.weight.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        with torch.autocast(hidden.device.type, enabled=False):  # as the backward computes it
+            return linear(hidden.to(dtype), self.weight.to(dtype), bias)
+
+    def finish(self, outputs: Tensor) -> Tensor:
+        """Return the logits of outputs of the product."""
+        logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    def columns(self, at: slice) -> "Head":
+        """Return the head of some of the vocabulary."""
+        return replace(
+            self, weight=self.weight[at], bias=None if self.bias is None else self.bias[at]
+        )
+
+
+class TokenDistribution:
+    """Give each kept token a categorical distribution over the vocabulary.
+
+    states [K, H] predict the kept tokens, row by row; `head` makes logits of them; mask [B, T] bool
+    says where they stand; temperature a number or [B] divides the logits. What comes out is [B, T]
+    and 0 outside the mask, as from LLMMaskedCategorical under the same mask.
+
+    >>> head = Head(torch.eye(2), None, None)
+    >>> dist = TokenDistribution(head, torch.zeros(1, 2), torch.tensor([[False, True]]))
+    >>> dist.scores(torch.tensor([[0, 1]])).log_probs.exp().log2().tolist()
+    [[0.0, -1.0]]
+    """
+
+    def __init__(
+        self, head: Head, states: Tensor, mask: Tensor, *, temperature: Tensor | float = 1.0
+    ) -> None:
+        self.head, self.states, self.mask = head, head.scaled(states), mask
+        self.scale = _per_token(temperature, mask)
+
+    def scores(
+        self,
+        value: Tensor,
+        *,
+        entropy: bool = False,
+        learn: bool = False,
+        reference: "TokenDistribution | None" = None,
+        mixture: float = 1.0,
+    ) -> Scores:
+        """Return log-probs of tokens [B, T] and what else is asked of the same logits.
+
+        The entropy has a gradient with `learn` only. With `reference`, also the exact divergence
+        from it. `mixture` is the reference's weight b in m = b reference + (1 - b) policy:
+        1 = KL(policy || reference), 0 = KL(reference || policy), between them the generalised
+        Jensen-Shannon divergence b KL(reference || m) + (1 - b) KL(policy || m) (GKD, arXiv
+        2306.13649 eq. 1).
+        """
+        both = [self] if reference is None else [self, reference]
+        reads, scales = [(d.head, d.states) for d in both], [d.scale for d in both]
+        options = {"entropy": entropy, "learn": learn, "mixture": mixture}
+        columns = score_columns(reads, value[self.mask], scales, **options)
+        return Scores(*(None if c is None else placed(c.squeeze(-1), self.mask) for c in columns))
+
+
+def score_columns(
+    reads: list[tuple[Head, Tensor]],
+    target: Tensor,
+    scales: list[Tensor | None],
+    *,
+    entropy: bool = False,
+    learn: bool = False,
+    mixture: float = 1.0,
+) -> tuple[Tensor | None, ...]:
+    """Return log-prob, entropy or None, divergence or None of the kept tokens, [K, 1] each.
+
+    reads: head and states [K, H] of the policy, and of the reference for a divergence; target [K]:
+    the ids; scales: the temperature [K, 1] of each of `reads`, None for 1.
+    """
+    head, states = reads[0]
+    fixed = [(h, x.detach().to(h.dtype or h.weight.dtype)) for h, x in reads]
+    options = entropy or learn, learn, torch.is_grad_enabled(), mixture
+    return _Sliced.apply(states, head.weight, head.bias, fixed, target, scales, *options)
+
+
+def named_mask(batch: TensorDictBase, name: str) -> Tensor:
+    """Return which tokens of trajectories a name means, [B, T].
+
+    response: what was sampled; prompt: of that what follows the last prompt, the last turn;
+    assistant: the assistant's messages, a data set's too; attention: all tokens.
+    """
+    if name not in NAMES:
+        raise ValueError(f"expected a mask among {NAMES}, got {name!r}")
+    if name != "prompt":
+        return batch.get(("masks", f"all_{name}_mask"))
+    sampled = batch.get(("masks", "all_response_mask"))  # [B, T]
+    begins = sampled.clone()
+    begins[:, 1:] &= ~sampled[:, :-1]
+    turn = begins.cumsum(-1)  # of each token, from 1
+    return sampled & (turn == turn[:, -1:])
+
+
+class _Sliced(torch.autograd.Function):
+    """Compute (log-prob, entropy or None, divergence or None), each [K, 1], from slices of logits.
+
+    A slice z [K, v] has the logits of all kept tokens for v columns of the vocabulary. The forward
+    sums over slices; the backward turns each slice into its gradient. With p = softmax(z), S the
+    entropy and f = log p - log q for the reference's q:
+    d log p(y) / dz = onehot(y) - p, dS / dz = -p (log p + S), dKL / dz = p (f - KL). Any divergence
+    D has dD / dz = g - p sum(g) with g = dD / d log p; for the KL that is p (f + 1).
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, states, weight, bias, reads, target, scales, entropy, learn, keep, mixture
+    ):
+        """Return the columns; `reads` are (head, states) of the policy and of the reference."""
+        keep = keep and any(ctx.needs_input_grad[:3])
+        outputs = _Outputs(reads, ctx.needs_input_grad[1], keep)
+        sizes = [len(head.weight) for head, _ in reads]
+        chosen = 0.0  # the logit of each target, [K, 1]
+        parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in reads]  # per slice, for `_joined`
+        mean_logits: list[Tensor] = []  # per slice: E[z - max z] under p within the slice, [K, 1]
+        mean_gaps: list[Tensor] = []  # per slice: E[z of the reference - z] in the same way, [K, 1]
+        for at in _slices(sizes, target):
+            logits = [_tempered(outputs.compute(i, at), scale) for i, scale in enumerate(scales)]
+            policy = logits[0]  # [K, v]
+            index, inside = _columns(target, at)  # [K, 1] each
+            chosen = policy.gather(1, index).where(inside, 0.0) + chosen  # [K, 1]
+            probs = [z.softmax(-1) for z in logits]  # [K, v] each, within the slice
+            for part, z, p in zip(parts, logits, probs, strict=True):
+                top = z.amax(-1, keepdim=True)  # [K, 1]
+                part.append((top, 1 / p.amax(-1, keepdim=True)))  # max p = exp(0) / total
+            # Rows of one head alone pad its embedding: both have only the first min(sizes).
+            if len(reads) > 1 and at.stop <= min(sizes) and mixture == 1:
+                mean_gaps.append(_mean(logits[1].sub_(policy), probs[0]))
+            if entropy:
+                top, _ = parts[0][-1]
+                mean_logits.append(_mean(policy.sub_(top), probs[0]))  # last: it overwrites z
+        norm = _joined(parts[0])
+        log_norms = [norm.top + norm.log_total]  # log sum exp z of each of `reads`, [K, 1]
+        spread = divergence = slope_sum = None
+        if entropy:  # S = log sum exp z - E[z]
+            mean = torch.cat(mean_logits, -1) + norm.tops - norm.top  # [K, slices]
+            spread = norm.log_total - (mean * norm.shares).sum(-1, keepdim=True)  # [K, 1]
+        if len(reads) > 1:
+            theirs = _joined(parts[1])
+            log_norms.append(theirs.top + theirs.log_total)
+            if mixture == 1:
+                common = norm.shares[:, : len(mean_gaps)]  # [K, slices]
+                mass = common.sum(-1, keepdim=True)  # [K, 1], 1 but for rounding and padded rows
+                gap = (torch.cat(mean_gaps, -1) * common).sum(-1, keepdim=True)  # [K, 1]
+                divergence = mass * (theirs.top - norm.top + theirs.log_total - norm.log_total)
+                divergence = divergence - gap  # [K, 1]
+                slope_sum = divergence + mass  # sum of p (f + 1), [K, 1]
+            else:
+                divergence, slope_sum = _divergence(outputs, target, scales, log_norms, mixture)
+        ctx.save_for_backward(states, weight, bias, spread, slope_sum)
+        ctx.outputs, ctx.log_norms = outputs, log_norms
+        ctx.inputs = target, scales, sizes, mixture
+        ctx.set_materialize_grads(False)
+        if entropy and not learn:
+            ctx.mark_non_differentiable(spread)
+        return chosen - norm.top - norm.log_total, spread, divergence
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # type: ignore[override]
+        ctx: Any, d_log_prob: Tensor | None, d_entropy: Tensor | None, d_divergence: Tensor | None
+    ):
+        """Return the gradients of states [K, H], weight [V, H] and bias [V].
+
+        Arguments: the gradients of the outputs of `forward`, [K, 1] each.
+        """
+        states, weight, bias, spread, slope_sum = ctx.saved_tensors
+        outputs, (target, scales, sizes, mixture) = ctx.outputs, ctx.inputs
+        head, hidden = outputs.reads[0]
+        by_states = torch.zeros_like(states, dtype=torch.promote_types(states.dtype, torch.float32))
+        by_weight = outputs.by_weight  # [V, H]: the memory from which `outputs.read` reads
+        if by_weight is None and ctx.needs_input_grad[1]:
+            by_weight = torch.empty_like(weight)
+        by_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
+        for at in _slices(sizes, target):
+            if at.start >= len(weight):
+                break
+            logits = outputs.read(0, at)  # [K, v]
+            cap_slope = None if head.cap is None else 1 - (logits / head.cap).square()  # [K, v]
+            log_p = _tempered(logits, scales[0]).sub_(ctx.log_norms[0])  # [K, v]
+            grad = log_p.exp()  # [K, v], p for now; dz = p * factor + added
+            factor: Tensor | float = 0.0 if d_log_prob is None else -d_log_prob  # [K, 1]
+            added = None
+            if d_divergence is not None:
+                pull = slope_sum.clone()  # [K, 1], then [K, v]: sum(g) - g / p
+                if at.stop <= min(sizes):
+                    log_q = _tempered(outputs.read(1, at), scales[1]).sub_(ctx.log_norms[1])
+                    if mixture == 0:  # g = -q
+                        added = log_q.exp_().mul_(-d_divergence)  # [K, v]
+                    elif mixture == 1:  # g = p (f + 1)
+                        pull = log_q.sub_(log_p).add_(pull - 1)
+                    else:  # g = (1 - mixture) p (log p - log m)
+                        log_m = _log_mixture(log_p, log_q, mixture)  # [K, v]
+                        pull = log_m.sub_(log_p).mul_(1 - mixture).add_(pull)
+                factor = pull.mul_(-d_divergence).add_(factor)
+            if d_entropy is not None:
+                factor = log_p.add_(spread).mul_(-d_entropy).add_(factor)  # [K, v]
+            grad.mul_(factor)
+            if added is not None:
+                grad.add_(added)
+            if d_log_prob is not None:
+                index, inside = _columns(target, at)  # [K, 1] each
+                grad.scatter_add_(1, index, d_log_prob.where(inside, 0.0))
+            grad = grad if cap_slope is None else grad.mul_(cap_slope)
+            grad = _tempered(grad, scales[0])
+            if by_bias is not None:
+                by_bias[at] = grad.sum(0)
+            grad = grad.to(hidden.dtype)
+            by_states += mm(grad, weight[at].to(hidden.dtype))
+            if by_weight is not None:  # overwrites the outputs of these columns, now read
+                by_weight[at] = mm(grad.T, hidden)
+        outputs.memory = outputs.by_weight = None  # another backward computes the outputs again
+        return by_states, by_weight, by_bias, *[None] * 7
+
+
+class _Outputs:
+    """Outputs of heads, which wait for the backward in the memory of the weights' gradient.
+
+    The backward reads the outputs of some columns and then writes the gradient of their weights to
+    the same place. Outputs that do not fit there take up to SAVED bytes of other memory.
+    """
+
+    def __init__(self, reads: list[tuple[Head, Tensor]], learns: bool, keep: bool) -> None:
+        self.reads, self.memory, self.by_weight = reads, None, None
+        head, states = reads[0]
+        count = len(states)
+        if keep and learns:
+            self.by_weight = torch.empty_like(head.weight, memory_format=torch.contiguous_format)
+            self.memory = self.by_weight.view(states.dtype)  # [V, *]
+        if keep and (self.memory is None or self.memory.shape[1] < count):
+            self.by_weight = None
+            size = len(head.weight) * count * states.itemsize
+            fits = min(SAVED // max(size, 1), len(reads))
+            self.memory = states.new_empty(len(head.weight), fits * count)
+
+    def compute(self, number: int, at: slice) -> Tensor:
+        """Return the logits [K, v] of some columns; of columns that a head lacks, LOWEST."""
+        head, states = self.reads[number]
+        if at.start >= len(head.weight):
+            dtype = torch.promote_types(states.dtype, torch.float32)
+            return states.new_full((len(states), at.stop - at.start), LOWEST, dtype=dtype)
+        outputs = head.columns(at).product(states)
+        if (place := self._place(number, at)) is not None:
+            place.copy_(outputs)
+        return head.finish(outputs)
+
+    def read(self, number: int, at: slice) -> Tensor:
+        """Return the same logits, from memory if they are there; the caller may overwrite them."""
+        place = self._place(number, at)
+        return self.compute(number, at) if place is None else self.reads[number][0].finish(place)
+
+    def _place(self, number: int, at: slice) -> Tensor | None:
+        """Return the memory of outputs [K, v], None if there is none."""
+        states = self.reads[number][1]
+        count, columns = len(states), at.stop - at.start
+        if self.memory is None or states.dtype != self.memory.dtype:
+            return None
+        if (number + 1) * count > self.memory.shape[1] or at.start >= len(self.memory):
+            return None
+        size = count * columns
+        return self.memory[at].flatten()[number * size :][:size].view(count, columns)
+
+
+def _divergence(
+    outputs: _Outputs, target: Tensor, scales: list, log_norms: list[Tensor], mixture: float
+) -> tuple[Tensor, Tensor]:
+    """Return the divergence of a mixture below 1, and the sum of its slopes g, [K, 1] each.
+
+    Another pass over the columns of both vocabularies, since it needs normalised log-probs.
+    """
+    sizes = [len(head.weight) for head, _ in outputs.reads]
+    value, slope_sum = torch.zeros_like(log_norms[0]), torch.zeros_like(log_norms[0])  # [K, 1]
+    for at in _slices(sizes, target):
+        if at.stop > min(sizes):
+            break
+        log_p, log_q = (  # not in place: what is read may be the memory
+            (outputs.read(i, at) / (1 if scales[i] is None else scales[i])) - log_norms[i]
+            for i in (0, 1)
+        )  # [K, v] each
+        if mixture == 0:
+            value += _mean(log_q - log_p, log_q.exp())
+            slope_sum -= log_q.exp().sum(-1, keepdim=True)
+            continue
+        log_m = _log_mixture(log_p, log_q, mixture)  # [K, v]
+        of_policy = (1 - mixture) * _mean(log_p - log_m, log_p.exp())  # [K, 1]
+        value += mixture * _mean(log_q - log_m, log_q.exp()) + of_policy
+        slope_sum += of_policy
+    return value, slope_sum
+
+
+def _log_mixture(log_p: Tensor, log_q: Tensor, mixture: float) -> Tensor:
+    """Return the log-probs of mixture * reference + (1 - mixture) * policy, [K, v]."""
+    return torch.logaddexp(log_q + math.log(mixture), log_p + math.log1p(-mixture))
+
+
+def _slices(sizes: list[int], target: Tensor) -> list[slice]:
+    """Return slices of the columns, SLICE logits in each, which end where a vocabulary ends."""
+    step = max(SLICE * (1 if target.device.type == "cpu" else 64) // max(len(target), 1), NARROWEST)
+    step = step // 64 * 64 or step  # kernels are slower on other widths
+    spans = pairwise(sorted({0, *sizes}))
+    return [slice(i, min(i + step, end)) for start, end in spans for i in range(start, end, step)]
+
+
+def _columns(target: Tensor, at: slice) -> tuple[Tensor, Tensor]:
+    """Return each token's place in a slice [K, 1], and whether it is there."""
+    index = target[:, None] - at.start
+    inside = (index >= 0) & (index < at.stop - at.start)
+    return index.clamp(0, at.stop - at.start - 1), inside
+
+
+def _mean(values: Tensor, probs: Tensor) -> Tensor:
+    """Return the mean [K, 1] of values [K, v]."""
+    return torch.linalg.vecdot(probs, values)[:, None]
+
+
+class _Norm(NamedTuple):
+    """The normaliser of a softmax over all slices; a slice of n: its largest z and its share."""
+
+    top: Tensor  # max z, [K, 1]
+    log_total: Tensor  # log sum exp(z - top), [K, 1]
+    tops: Tensor  # max z of each slice, [K, n]
+    shares: Tensor  # the probability of each slice, [K, n]
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> _Norm:
+    """Join (max z, sum of exp(z - max z)), [K, 1] each, of n slices."""
+    tops, totals = (torch.cat(part, -1) for part in zip(*parts, strict=True))  # [K, n] each
+    top = tops.amax(-1, keepdim=True)  # [K, 1]
+    totals = totals * (tops - top).exp()  # [K, n]
+    total = totals.sum(-1, keepdim=True)  # [K, 1]
+    return _Norm(top, total.log(), tops, totals / total)
+
+
+def _tempered(logits: Tensor, scale: Tensor | None) -> Tensor:
+    """Divide logits by the temperature of their tokens."""
+    return logits if scale is None else logits.div_(scale)
+
+
+def _per_token(temperature: Tensor | float, keep: Tensor) -> Tensor | None:
+    """Return the temperature of each kept token, [K, 1], None where it is 1 everywhere."""
+    value = torch.as_tensor(temperature, dtype=torch.float32, device=keep.device)
+    if bool((value == 1).all()):
+        return None
+    return value.reshape(-1, 1).expand(keep.shape)[keep].unsqueeze(-1)
+
+
+def placed(values: Tensor, keep: Tensor) -> Tensor:
+    """Put values [K, *] at the kept places of a zero [B, T, *]."""
+    out = values.new_zeros(*keep.shape, *values.shape[1:])
+    return out.masked_scatter(keep.reshape(*keep.shape, *[1] * (values.ndim - 1)), values)

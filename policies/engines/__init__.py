@@ -1,0 +1,1 @@
+"""vLLM, in the process and as a server."""

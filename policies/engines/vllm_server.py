@@ -1,0 +1,314 @@
+"""vLLM as a separate server, `vllm serve` on this or another node: token in, token out, by HTTP.
+
+Weights go through a folder that both sides see and the server reloads (vLLM's /collective_rpc of
+reload_weights, between /pause and /resume), or by NCCL if both have GPUs and the server was started
+for it (`Transfer`). With --enable-lora, the adapter of a LoRA is sent alone. Requests beyond
+OpenAI's protocol need VLLM_SERVER_DEV_MODE=1 and --enable-scale-out. This side needs vllm for NCCL
+only.
+Left out on purpose: a temperature of scores.
+"""
+
+import shutil
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+from uuid import uuid4
+
+import httpx
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from policies.engines.vllm_engine import Reply, VLLMEngine
+from policies.models.lora import base_weights, write_adapter
+from policies.models.weights import WeightStream
+
+VERSIONS = ("0.32.", "0.33.")  # as in pyproject.toml; vLLM does not promise these calls
+AT_ONCE = 256  # concurrent requests; the server has its own queue
+KNOCKS, PATIENCE = 20, 600  # seconds for a connection; for an answer or a transfer by NCCL
+LONGEST = 6 * 3600  # seconds for a response, its time in the server's queue included
+HEALTH_EVERY = 60  # seconds between questions about the health of a server that samples
+SERVE = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --port {port} --dtype {dtype} --enable-scale-out "
+    "--logprobs-mode processed_logprobs"
+)
+# Further words that let a server load the adapter alone; else leash sends merged weights.
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM has kernels for
+ADAPTERS = ("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "--enable-lora --max-lora-rank {rank}")
+NCCL_OPTION = "--weight-transfer-config"
+
+
+class Server:
+    """Thread-safe client of the vLLM server at `url`; returns its answers unchanged."""
+
+    def __init__(self, url: str) -> None:
+        # One connection per request: the server may close a kept-alive one at any time.
+        limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=0)
+        self.client = httpx.Client(base_url=url, limits=limits, trust_env=False)
+        self.url = url
+
+    def __call__(
+        self, path: str, body: Any = None, *, method: str = "POST", patience: float = PATIENCE
+    ) -> Any:
+        """Return the server's answer; RuntimeError with its message, or ConnectionError.
+
+        `patience`: seconds to wait for the answer.
+        """
+        limit = httpx.Timeout(patience, connect=KNOCKS)
+        try:
+            answer = self.client.request(method, path, json=body, timeout=limit)
+        except httpx.TransportError as error:
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+        if answer.status_code != 200:
+            words = " ".join(answer.text.split())[:300]
+            raise RuntimeError(f"{path}: {answer.status_code} {words}")
+        return answer.json() if answer.content.startswith((b"{", b"[")) else None
+
+
+class VLLMServer(VLLMEngine):
+    """Sample and score by a server with the model in `folder`; both sides see `share`."""
+
+    shared = True  # by all ranks, which synchronise at each transfer
+    transfer: Any = None  # sends weights by NCCL if the server was started for it
+
+    def __init__(
+        self, url: str, model: Any, *, folder: Path, share: Path, dtype: str, adapter: Any = None
+    ) -> None:
+        nn.Module.__init__(self)
+        self.server, self.share = Server(url.rstrip("/")), share
+        host, port = self.server.client.base_url.host, self.server.client.base_url.port or 80
+        self.start = SERVE.format(model=folder, port=port, dtype=dtype)
+        if adapter is not None:
+            rank = next((rank for rank in RANKS if rank >= adapter.r), adapter.r)
+            self.start = f"{ADAPTERS[0]} {self.start} {ADAPTERS[1].format(rank=rank)}"
+        version, settings = self._facts()
+        about, takes = settings["model_config"], settings.get("lora_config")
+        self._keep(
+            folder=str(folder),
+            dtype=getattr(torch, about["dtype"].removeprefix("torch.")),
+            limit=about["max_model_len"],
+            mode=about["logprobs_mode"],
+            about=f"vLLM {version} at {url}",
+            config=model.config,
+            generation_config=model.generation_config,
+        )
+        if self.mode != "processed_logprobs":
+            self._refuse(f"one with --logprobs-mode processed_logprobs, got {self.mode}")
+        if (actual := str(self.dtype).removeprefix("torch.")) != dtype:
+            self._refuse(f"--dtype {dtype}, got {actual} (or set policy.engine.dtype={actual})")
+        if adapter is not None and takes:
+            if takes["max_lora_rank"] < adapter.r:
+                self._refuse(f"--max-lora-rank {adapter.r} at least, got {takes['max_lora_rank']}")
+            self.adapter, self.under = adapter, partial(base_weights, model)
+        backend = (settings.get("weight_transfer_config") or {}).get("backend")
+        both = {str((settings.get("device_config") or {}).get("device")), model.device.type}
+        if backend == "nccl" and both == {"cuda"} and find_spec("vllm"):
+            self.transfer = Transfer(self._ask, host=host, port=port)
+            self.about += ", weights by NCCL"
+        self._ask("/resume")  # a run killed during a transfer leaves the server paused
+        self.pool = ThreadPoolExecutor(AT_ONCE)
+
+    def _facts(self) -> tuple[str, dict[str, Any]]:
+        """Return the server's version and settings."""
+        try:
+            version = str((self.server("/version", method="GET") or {}).get("version"))
+            if not version.startswith(VERSIONS):
+                self._refuse(f"vLLM {'x or '.join(VERSIONS)}x, got {version}")
+            started = self.server("/server_info?config_format=json", method="GET")
+            return version, started["vllm_config"]
+        except (ConnectionError, RuntimeError) as error:
+            self._refuse(f"a vLLM server with VLLM_SERVER_DEV_MODE=1, got {error}")
+
+    def _refuse(self, wanted: str) -> NoReturn:
+        raise ValueError(
+            f"policy.engine.url={self.server.url}: expected {wanted}; start it by: {self.start}"
+        )
+
+    def _ask(self, path: str, body: Any = None, **how: Any) -> Any:
+        """Return the server's answer during a run; RuntimeError with a remedy if it fails."""
+        try:
+            return self.server(path, body, **how)
+        except (ConnectionError, RuntimeError) as error:
+            raise RuntimeError(
+                f"the vLLM server at {self.server.url} failed: {error}; start it again by: "
+                f"{self.start}, and go on with resume=<run folder>"
+            ) from error
+
+    def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Send new weights to the server; with several ranks, rank 0 sends them."""
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        lora = [None if self.adapter is None else f"policy-{uuid4().hex}"]  # see _take_adapter
+        weights = named if isinstance(named, WeightStream) else WeightStream(dict(named))
+        streams = [(lora[0], weights)]
+        if self.adapter is not None and self.lora is None:
+            # The server may hold another run's base weights: send them once.
+            streams.insert(0, (None, WeightStream(self.under())))
+        if ranks:
+            torch.distributed.barrier()  # all ranks have scored with the old weights
+        if not ranks or torch.distributed.get_rank() == 0:
+            shutil.rmtree(self.share, ignore_errors=True)
+            self.share.mkdir(parents=True)
+            try:
+                for name, stream in streams:
+                    self._send_weights(stream, self.share.absolute(), name)
+            finally:
+                shutil.rmtree(self.share, ignore_errors=True)
+        else:
+            for _, stream in streams:
+                deque(stream, maxlen=0)  # takes part in gathering
+        if ranks:
+            torch.distributed.broadcast_object_list(lora)
+        self.lora = lora[0]
+
+    def _send_weights(self, weights: WeightStream, share: Path, lora: str | None) -> None:
+        if lora is None:
+            weights.narrow(self.dtype)
+            by_folder = partial(self._reload_from, share, weights)
+            by_nccl = self.transfer and partial(self.transfer.send, weights)
+            return self._while_it_waits(by_nccl or by_folder)
+        write_adapter({k: t.contiguous() for k, t in weights}, self.adapter, share)
+        self._ask("/v1/load_lora_adapter", {"lora_name": lora, "lora_path": str(share)})
+        if self.lora is not None:
+            self._ask("/v1/unload_lora_adapter", {"lora_name": self.lora})
+
+    def _reload_from(self, folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+        # Include a tied head: without its name vLLM keeps the old one.
+        for number, (name, weight) in enumerate(weights):  # a file each: one weight in memory
+            save_file({name: weight.cpu().contiguous()}, folder / f"{number:06}.safetensors")
+        where = {"weights_path": str(folder)}
+        self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": where})
+
+    def _while_it_waits(self, work: Callable[[], None]) -> None:
+        """Change the server's weights while it is paused."""
+        self._ask("/pause?mode=wait")
+        work()
+        self._ask("/reset_prefix_cache")
+        self._ask("/resume")
+
+    def _params(self, **fields: Any) -> Any:
+        return fields
+
+    def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[Reply]:
+        requests = [self.pool.submit(self._one, pair) for pair in zip(rows, params, strict=True)]
+        waiting = set(requests)
+        try:
+            while waiting:  # a request waits in the server's queue for any time
+                done, waiting = wait(waiting, HEALTH_EVERY, return_when=FIRST_EXCEPTION)
+                for request in done:
+                    request.result()  # raises its error
+                if waiting:
+                    self._ask("/health", method="GET")
+        except BaseException:  # the threads are joined at the end of the process
+            for request in waiting:
+                request.cancel()
+            self.server.client.close()
+            raise
+        return [request.result() for request in requests]
+
+    def _one(self, request: tuple[Tensor, dict[str, Any]]) -> Reply:
+        row, params = request
+        body = {"token_ids": row.tolist(), "sampling_params": params}
+        body |= {"model": self.lora} if self.lora else {}
+        done = self._ask("/inference/v1/generate", body, patience=LONGEST)
+        (choice,) = done["choices"]
+        log_probs = (choice.get("logprobs") or {}).get("content") or ()
+        prompt = (done.get("prompt_logprobs") or ())[1:]
+        scores = [next(iter(entry.values()))["logprob"] for entry in prompt]
+        ended = choice["finish_reason"] == "stop"
+        return Reply(choice["token_ids"], [one["logprob"] for one in log_probs], ended, scores)
+
+    def _tempered(self, temperature: float) -> Any:
+        if temperature != 1:
+            raise ValueError(f"a vLLM server scores at temperature 1, got {temperature}")
+        return super()._tempered(temperature)
+
+
+class Transfer:
+    """Send weights by NCCL from a GPU to the server behind `ask`: vLLM's trainer side.
+
+    The server needs --weight-transfer-config '{"backend": "nccl"}'. Never tested on a GPU; the
+    probe in trainer/weight_sync.py checks the weights that arrive.
+    """
+
+    def __init__(self, ask: Callable[..., Any], *, host: str, port: int) -> None:
+        self.ask, self.server = ask, (host, port)
+        self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        self.weights = WeightStream({})
+        self.engine: Any = None
+
+    def send(self, weights: WeightStream) -> None:
+        """Replace the weights of the server; RuntimeError on failure or time-out."""
+        self.weights = weights
+        on_gpu = self.device.type == "cuda"  # a new thread starts on GPU 0
+        start = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
+        work = ThreadPoolExecutor(1, initializer=start)
+        try:
+            work.submit(self._send).result(PATIENCE)
+        except Exception as error:
+            raise RuntimeError(
+                f"weights did not reach the vLLM server by NCCL: {type(error).__name__}: {error}; "
+                f"start it again without {NCCL_OPTION}"
+            ) from error
+        finally:
+            work.shutdown(wait=False)
+
+    def _send(self) -> None:
+        from vllm.distributed.weight_transfer import nccl_engine  # pyright: ignore[reportMissingImports]
+
+        if self.engine is None:
+            make = nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init
+            self.engine = make(self.meeting(), client=self, source=self)
+        self.engine.send_weights()
+
+    def meeting(self) -> Any:
+        """Return the rendezvous of the server's processes and this one, rank 0."""
+        from vllm.distributed.weight_transfer import nccl_engine  # pyright: ignore[reportMissingImports]
+
+        with socket.create_connection(self.server, timeout=20) as way, socket.socket() as free:
+            address = way.getsockname()[0]
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        ranks = self.ask("/get_world_size", method="GET")["world_size"]
+        return nccl_engine.NCCLTrainerInitInfo(
+            master_address=address, master_port=port, world_size=ranks + 1, rank=0
+        )
+
+    # The source of the weights.
+
+    def metadata(self) -> list[Any]:
+        """Return name, dtype and shape of each weight."""
+        from vllm.distributed.weight_transfer import ParamMeta  # pyright: ignore[reportMissingImports]
+
+        local, dtypes = self.weights.local, self.weights.dtypes
+        return [ParamMeta(name, dtypes[name], tuple(w.shape)) for name, w in local.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self.weights:
+            yield name, weight.to(self.device).contiguous()
+
+    # The client.
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Connect the server's processes to the rendezvous."""
+        self.ask("/init_weight_transfer_engine", {"init_info": init_info})
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Disconnect the server's processes."""
+        self.ask("/shutdown_weight_transfer_engine")
+
+    def start_weight_update(self) -> None:
+        """Announce an update of the weights."""
+        self.ask("/start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        """Send the list of weights; the server answers after it has received them."""
+        self.ask("/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End the update of the weights."""
+        self.ask("/finish_weight_update", {"weight_version": weight_version})

@@ -1,0 +1,1 @@
+"""Faster layers, products and attention for models of transformers."""

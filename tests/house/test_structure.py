@@ -1,0 +1,149 @@
+"""The shape of the repository: which way imports point, what loads torch, sizes, metric names."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from runs import ROOT
+
+from trainer.pages import dashboard
+
+LAYERS = ("policies", "envs", "trainer")  # each may import those before it
+PACKAGES = ("policies", "envs", "envs.rewards", "envs.tasks", "envs.tools", "envs.transforms")
+PACKAGES += ("trainer",)
+FILES = sorted(
+    [ROOT / "train.py", *(p for name in (*LAYERS, "conf") for p in (ROOT / name).rglob("*.py"))]
+)
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
+MODULES = {n.removesuffix(".py").removesuffix("/__init__").replace("/", "."): n for n in TREES}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def imports(name: str) -> set[str]:
+    """Return the modules that a file imports anywhere, also inside functions and for types."""
+    names = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide their layer"
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {name if name in MODULES else str(node.module) for name in whole}
+    return names
+
+
+def packages(name: str) -> set[str]:
+    return {module.partition(".")[0] for module in imports(name)}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_imports_point_one_way(name):
+    used, layer = packages(name), name.partition("/")[0]
+    if layer in LAYERS:
+        above = {*LAYERS[LAYERS.index(layer) + 1 :], "conf", "train", "tests"}
+        assert not used & {*above, "hydra", "omegaconf"}
+        assert "cfg." not in (ROOT / name).read_text(), "classes take plain arguments"
+    if layer != "trainer":
+        assert not used & {"accelerate", "wandb"}
+    assert not used & {"torchrl", "trl"}
+
+
+def test_imports_have_no_circle():
+    graph = {module: imports(name) & MODULES.keys() for module, name in MODULES.items()}
+    while leaves := {module for module in graph if not graph[module]}:
+        graph = {module: needs - leaves for module, needs in graph.items() if module not in leaves}
+    assert not graph
+
+
+TALK = "told|said|asked|given|held|own|made|drawn|meant|kept|here|there|what|whole|found"
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_names_are_words_of_computing(name):
+    """Held-out rows are the field's term."""
+    nodes = (n for n in ast.walk(TREES[name]) if not isinstance(getattr(n, "ctx", None), ast.Load))
+    names = {getattr(n, key, None) or "" for n in nodes for key in ("id", "name", "arg", "attr")}
+    words = {word for n in names for word in n.lower().replace("held_out", "").split("_")}
+    assert not [word for word in words if re.fullmatch(TALK, word)]
+
+
+def test_the_loop_imports_no_other_room():
+    """Processes, pages, modes and TorchRL's names know the loop; it knows none of them."""
+    rooms = [p.name for p in (ROOT / "trainer").iterdir() if (p / "__init__.py").exists()]
+    assert {"modes", "reports", "runs", "torchrl"} <= set(rooms)
+    for name in (name for name in TREES if re.fullmatch(r"trainer/(?!__init__)\w+\.py", name)):
+        assert not [m for m in imports(name) if m.startswith(tuple(f"trainer.{r}" for r in rooms))]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_is_there_and_has_a_docstring(package):
+    module = import_module(package)
+    assert module.__all__
+    for name in module.__all__:
+        assert getattr(module, name).__doc__, name
+
+
+def test_the_parent_and_lazy_packages_load_nothing_heavy():
+    light = [*PACKAGES, "conf.api", "conf.check", "conf.cli", "envs.sandbox", "train"]
+    light += ["envs.rewards.answers", "trainer.pages.report", "trainer.pages.sweep_page"]
+    light += [f"envs.tasks.{p.stem}" for p in (ROOT / "envs" / "tasks").glob("[a-z]*.py")]
+    heavy = "{'torch', 'transformers', 'accelerate', 'tensordict', 'wandb', 'datasets'}"
+    code = f"import sys, {', '.join(light)}; print(sorted({heavy} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[]\n"
+
+
+READERS = ("run_files", "redact", "launch")  # they read names of metrics, or have other a/b texts
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
+DOCUMENTED = re.findall(r"^\| `([^`]+)` \|", PAGE, re.M)
+METRICS = {name.split("/")[0] for name in DOCUMENTED}
+
+
+def logged() -> set[str]:
+    """Return the metrics that files make, of f"eval/pass@{k}" eval/pass@<k>."""
+    made = [n for n in TREES if n.startswith(("trainer/", "envs/tools/")) and "/reports/" not in n]
+    source = "".join((ROOT / n).read_text() for n in made if Path(n).stem not in READERS)
+    texts = re.findall(
+        rf'"((?:{"|".join(METRICS)})/(?:[a-z0-9_]+|[^"\s]*\{{[^"]+\}}[^"\s]*))"', source
+    )
+    return {re.sub(r"{(.*?)}", r"<\1>", text) for text in texts}
+
+
+def test_metrics_page_lists_what_is_logged_and_nothing_else():
+    code = logged()
+    assert len(DOCUMENTED) > 30
+    patterns = [re.escape(name) for name in code if "<" in name]
+    made = re.compile("|".join(re.sub(r"<[^>]*>", r"(?:[a-z0-9_]+|<name>)", p) for p in patterns))
+    assert not [name for name in {*DOCUMENTED} - code if not made.fullmatch(name)], (
+        "nothing logs it"
+    )
+    assert not [name for name in code - {*DOCUMENTED} if "<" not in name], "not on docs/metrics.md"
+
+
+def test_the_wandb_workspace_draws_each_documented_metric_at_most_once(capsys):
+    assert dashboard.main(["--dry-run"]) == 0
+    printed = json.loads(capsys.readouterr().out)["sections"]
+    names = [name for section in printed.values() for panel in section.values() for name in panel]
+    assert len(names) == len(set(names))
+    groups = {name.split("/")[0] + "/*" for name in DOCUMENTED if "<" in name}
+    assert {*names} <= {*DOCUMENTED, *groups}
+
+
+DISTRIBUTIONS = {"hydra": "hydra_core", "yaml": "pyyaml"}  # where the names differ
+NOT_OURS = {"conf", "envs", "policies", "trainer", "train", *sys.stdlib_module_names}
+PRIVATE = {"transformers", "peft", "vllm"}  # of which more than the public API is used
+
+
+def test_what_is_imported_is_declared_and_bounded_where_private_names_are_used():
+    every = [*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())]
+    ranges = dict(re.fullmatch(r"([\w.-]+)(.*)", text).groups() for text in every)
+    ranges = {name.lower().replace("-", "_"): bounds for name, bounds in ranges.items()}
+    used = set().union(*map(packages, TREES)) - NOT_OURS
+    assert {DISTRIBUTIONS.get(name, name).lower() for name in used} <= ranges.keys()
+    assert all("<" in ranges[name] for name in PRIVATE)

@@ -1,0 +1,1 @@
+"""The KL to the reference: estimators, leash, controllers, reference, frontier."""

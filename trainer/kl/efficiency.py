@@ -1,0 +1,110 @@
+"""Compare an evaluation with samples of the reference: kl/efficiency, its error, and the split.
+
+The samples are of the same rows, before training (eval.frontier).
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensordict import TensorDictBase
+
+from policies.cache import write_text
+from policies.random import in_float64
+from trainer.kl.frontier import ACCURACY, EVAL_KL, Frontier, efficiency_error, read_frontier
+from trainer.kl.split import split
+from trainer.runtime import Runtime
+
+NAMES = "reward", "success", "kl"  # of a response
+
+
+class Efficiency:
+    """Compute kl/efficiency and the split of the KL of an evaluation.
+
+    Both compare it with `samples` replies per eval row of the untrained policy.
+    """
+
+    def __init__(self, samples: int, path: Path) -> None:
+        self.samples, self.path = samples, path
+        self.frontier: Frontier | None = None
+        self.responses: dict[int, dict[str, list]] = {}  # of this rank, by row
+
+    def begin(self, replies: dict[str, Any], *, write: bool) -> None:
+        """Take replies of the untrained policy to each row (evaluation.sample); write the file."""
+        self.frontier = Frontier.of_samples(replies)
+        if self.frontier is not None and write:
+            write_text(self.path, json.dumps({"samples": self.samples, **replies}))
+
+    def keep_scores(self, on_batch: Callable[..., None]) -> Callable[..., None]:
+        """Return `on_batch`, which also keeps the scores of the sampled responses."""
+        self.responses = {}
+
+        def keep(name: str, batch: TensorDictBase, rows: list[int]) -> None:
+            if name == "sampled":
+                self.responses |= scores_by_row(batch, rows)
+            on_batch(name, batch, rows)
+
+        return keep
+
+    def __call__(
+        self, scores: dict[str, float], rows: int, responses: dict[int, dict[str, list]]
+    ) -> dict[str, float]:
+        """Return the metrics of an evaluation of `rows` rows, if the samples support them.
+
+        Error and split need that the samples are of the judged rows, the split also that some are
+        right.
+        """
+        if self.frontier is None and self.path.is_file():  # of a resumed run
+            self.frontier = read_frontier(self.path)
+        if self.frontier is None or self.frontier.num_prompts != rows:
+            return {}
+        share = self.frontier.efficiency_of(scores)
+        if share is None:
+            return {}
+        out = {"kl/efficiency": share}
+        if self.frontier.rows != [*responses]:
+            return out
+        table = {n: np.array([each[n] for each in responses.values()]) for n in NAMES}  # [P, m]
+        metric, kl = self.frontier.metric, table["kl"]
+        value = table["success" if metric == ACCURACY else "reward"]
+        if len(value) > 1:
+            error = efficiency_error(self.frontier.of(metric), value.mean(1), kl.mean(1))
+            out["kl/efficiency_error"] = error
+        if metric == ACCURACY:
+            out |= split(value, kl, self.frontier.success, share * scores[EVAL_KL])
+        return out
+
+
+def name_of_training(name: str) -> str:
+    """Return the name of a metric for training rows.
+
+    >>> name_of_training("eval/reward"), name_of_training("kl/efficiency")
+    ('eval_train/reward', 'kl/efficiency_train')
+    """
+    family, _, rest = name.partition("/")
+    return f"eval_train/{rest}" if family == "eval" else f"kl/{rest}_train"
+
+
+def scores_by_row(batch: TensorDictBase, rows: list[int]) -> dict[int, dict[str, list]]:
+    """Return reward, success and KL (if measured) of the responses to each row, by row.
+
+    Dropped rows are left out.
+    """
+    values = {"reward": in_float64(batch.get("reward_raw")).sum(-1)}  # each [B]
+    values["success"] = batch.get("success").int()
+    if (kl := batch.get("kl_penalty", None)) is not None:
+        values["kl"] = (in_float64(kl) * batch.get(("masks", "all_response_mask"))).sum(-1)
+    table = {name: value.view(len(rows), -1).tolist() for name, value in values.items()}
+    dropped = batch.get("dropped").view(len(rows), -1)[:, 0].tolist()  # by full groups
+    return {
+        row: {name: column[i] for name, column in table.items()}
+        for i, row in enumerate(rows)
+        if not dropped[i]
+    }
+
+
+def merged(runtime: Runtime, by_row: dict[int, Any]) -> dict[int, Any]:
+    """Return the rows of all ranks in order."""
+    return dict(sorted(item for part in runtime.gather(by_row) for item in part.items()))

@@ -1,0 +1,182 @@
+"""KL penalty to the reference or a teacher, each charged once: in the reward or in the loss."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from policies.scorer import Scores
+from trainer.batch import LEASHES, LeashNames, reads
+from trainer.kl.controllers import KLControllerBase
+from trainer.kl.estimators import Estimator, TokenKL, check_place, find_estimator
+
+
+@dataclass(frozen=True)
+class Leash:
+    """Charge coeff * KL of each sampled token, in one place.
+
+    The advantage calls `charge_reward`, the objective calls `loss_term`, on the same Leash. `where`
+    ("reward" or "loss") selects the one that charges. `controller` sets the coefficient;
+    `estimator` is a row of trainer/kl/estimators.py or an own `Estimator`. Without `allow_biased`,
+    raise ValueError if the pair of `where` and `estimator` does not have the gradient of a KL.
+    `jsd_weight` is the weight of the reference in the mixture of "jsd". A token whose KL in the
+    loss is above `cap` nats counts as `cap`, without a gradient.
+    `teacher` is a second leash, of the name "teacher", with a reference of its own: the same calls
+    charge both. The update has room for the distributions of one reference only.
+
+    >>> from trainer.kl.controllers import ConstantKLController
+    >>> Leash(ConstantKLController(kl_coef=0.1), estimator="k1", where="reward").coeff
+    0.1
+    """
+
+    # Keys that `charge_reward` reads, and keys that `loss_term` reads.
+    charged: ClassVar = reads(
+        "reward_raw", "loss_mask", "kl_penalty", ("log_probs", "full"), ("ref_log_probs", "full")
+    )
+    learnt: ClassVar = reads(
+        ("log_probs", "full"), ("ref_log_probs", "full"), ("teacher_log_probs", "full")
+    )
+
+    controller: KLControllerBase
+    estimator: str | Estimator = "k3_ratio"
+    where: str = "loss"
+    allow_biased: bool = False
+    jsd_weight: float = 0.5
+    cap: float | None = None
+    name: str = "ref"  # of LEASHES
+    teacher: "Leash | None" = None
+
+    def __post_init__(self) -> None:
+        options = {"allow_biased": self.allow_biased, "section": self.names.section}
+        check_place(self.where, self.estimator, **options)
+        exact = [f"{each.names.section}.estimator" for each in self.each if each.needs_reference]
+        if len(exact) > 1:
+            text = "expected one exact divergence, because the update reads one reference"
+            raise ValueError(f"{text}, got two: set {' or '.join(exact)} to k3_ratio")
+
+    @property
+    def names(self) -> LeashNames:
+        """Return the names of this leash."""
+        return LEASHES[self.name]
+
+    @property
+    def each(self) -> list["Leash"]:
+        """Return this leash, and that of the teacher if there is one."""
+        return [self] if self.teacher is None else [self, self.teacher]
+
+    @property
+    def reader(self) -> "Leash":
+        """Return the leash whose reference the update may read, else this one."""
+        return next((each for each in self.each if each.needs_reference), self)
+
+    @property
+    def coeff(self) -> float:
+        """Return the current weight of the KL (nats) relative to the reward."""
+        return self.controller.coeff
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether the update reads the distributions of this leash's reference."""
+        return self.where == "loss" and self._estimator.needs == "vocabulary"
+
+    @property
+    def mixture(self) -> float:
+        """Return the mixture of the exact divergence (`TokenDistribution.scores`)."""
+        return self.reader._estimator.mixture
+
+    def exact(self, scores: Scores) -> dict[str, Tensor]:
+        """Return the exact divergence [B, T] by the name of its metric, or {} if not computed."""
+        kl, of = scores.full_kl, self.reader
+        return {} if kl is None else {f"kl/{of.name}_{of._estimator.metric}": kl.detach()}
+
+    @property
+    def _estimator(self) -> Estimator:
+        row = find_estimator(self.estimator)
+        return replace(row, mixture=self.jsd_weight) if self.estimator == "jsd" else row
+
+    def charge_reward(self, batch: TensorDictBase) -> TensorDictBase:
+        """Write reward_kl and reward = reward_raw + reward_kl.
+
+        reward_kl [B, T] is -coeff * KL at the tokens of the loss mask, or 0 if the loss charges the
+        KL. kl_left [B] is the coefficient that the loss must charge; `check_charged` reads it.
+        """
+        raw = batch.get("reward_raw")  # [B, T]
+        first, *more = [each._reward_part(batch) for each in self.each]  # [B, T] each
+        charged = sum(more, start=first)  # [B, T]
+        for each in self.each:
+            left = 0.0 if each.where == "reward" else each.coeff
+            batch.set(each.names.left, torch.full_like(raw[:, 0], left))
+        batch.set("reward_kl", charged)
+        return batch.set("reward", raw + charged)
+
+    def _reward_part(self, batch: TensorDictBase) -> Tensor:
+        if self.where != "reward" or self.coeff == 0:
+            return torch.zeros_like(batch.get("reward_raw"))  # [B, T]
+        log_ratio = batch.get(self.names.penalty, None)  # [B, T]
+        if log_ratio is None:
+            raise ValueError(self._missing(self.names.penalty))
+        gen = batch.get(("log_probs", "full"))  # [B, T]
+        kl = self._estimator.term(TokenKL(log_ratio, gen, gen))  # [B, T]
+        return -self.coeff * kl * batch.get("loss_mask")  # [B, T]
+
+    def loss_term(self, scores: Scores, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Return coeff * KL [B, T] as "kl", of a teacher as "kl_teacher", if the loss charges it.
+
+        No other leash has an entry.
+        """
+        charging = [each for each in self.each if each.where == "loss" and each.coeff != 0]
+        return {each.names.loss: each._loss_part(scores, batch) for each in charging}
+
+    def _loss_part(self, scores: Scores, batch: TensorDictBase) -> Tensor:
+        curr, gen = scores.log_probs, batch.get(("log_probs", "full"))  # [B, T]
+        ref = batch.get(self.names.log_probs, None)  # [B, T]
+        if ref is None:
+            raise ValueError(self._missing(".".join(self.names.log_probs)))
+        kl = self._estimator.term(TokenKL(curr - ref, curr, gen, scores.full_kl))  # [B, T]
+        if kl.shape != curr.shape or kl.requires_grad != curr.requires_grad:
+            name = f"{self.names.section}.estimator"
+            text = f"expected the term of {name} to be {[*curr.shape]} with a gradient"
+            raise ValueError(f"{text}, got {[*kl.shape]}, requires_grad={kl.requires_grad}")
+        return self.coeff * (kl if self.cap is None else kl.clamp(max=self.cap))
+
+    def _missing(self, key: str) -> str:
+        return f"{self.names.section}.where={self.where} needs {key}, got none; use RetrieveKL"
+
+    def follow(self, metrics: Mapping[str, float], *, replies: int) -> None:
+        """Update the coefficients from the KLs of an iteration.
+
+        `replies`: number on all ranks, including dropped replies, which have no KL.
+        """
+        valid = 1 - metrics.get("reward/dropped_fraction", 0.0)
+        for each in self.each:
+            kl, share = f"kl/{each.name}", each.controller.k3_share
+            measured = metrics.get(f"{kl}_sequence")
+            if measured and share:
+                length = measured / metrics[kl]  # tokens per reply = KL per reply / KL per token
+                measured += share * (metrics[f"{kl}_k3"] * length - measured)
+            each.controller.follow(measured, sequences=round(replies * valid))
+
+
+def charged_in_reward(leash: Leash, batch: TensorDictBase) -> set[str]:
+    """Return the loss names of the KLs that `charge_reward` left nothing of to the loss."""
+    left = {each.names.loss: batch.get(each.names.left, None) for each in leash.each}  # [B] each
+    # Waits for the device.
+    return {name for name, of in left.items() if of is not None and not bool(of.any())}
+
+
+def check_charged(leash: Leash, *, in_reward: Collection[str], in_loss: Collection[str]) -> None:
+    """Raise ValueError unless exactly one place charges each KL whose coefficient is not 0.
+
+    in_reward, in_loss: the loss names of what they charge.
+    """
+    for each in leash.each:
+        name = each.names.loss
+        if each.coeff == 0 or (name in in_reward) != (name in in_loss):
+            continue
+        how = "twice" if name in in_loss else "never"
+        calls = "call leash.charge_reward in the advantage and leash.loss_term in the objective"
+        text = f"the KL of {each.names.section}.coeff is charged {how} in this batch"
+        raise ValueError(f"{text}; {calls}, of the same Leash")

@@ -1,0 +1,140 @@
+"""The reference of the KL, and its refresh towards the policy."""
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from envs.transforms import RetrieveKL
+from policies.distributions.token_distribution import placed
+from policies.models.weights import weights_of
+from policies.padding import predicted
+from policies.protocols import Policy
+from policies.scorer import LOCAL, Scorer, score_in_parts
+from trainer.batch import LEASHES
+from trainer.kl.hints import RESPONSE, Hint
+
+MAX_BYTES = 2**28  # of ref_states; scoring and update have up to three times as much at once
+
+
+class Reference:
+    """Add the reference log-probs and the KL of each token to a batch, under the leash's `name`.
+
+    `model` comes from `policies.load_reference`. After each `every` iterations (0 = never) its
+    weights (with LoRA: its adapter's) become decay * reference + (1 - decay) * policy; decay 0 is a
+    reset to the policy. `sha256` is that of the start weights. With a `hint` it scores the response
+    after another prompt.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        model: Policy,
+        *,
+        every: int = 0,
+        decay: float = 0.0,
+        name: str = "ref",
+        hint: Hint | None = None,
+    ) -> None:
+        self.hint = hint
+        self.names = LEASHES[name]
+        keys = {"ref_log_probs_full_key": self.names.log_probs, "kl_key": self.names.penalty}
+        self.retrieve = RetrieveKL(ref_model=model, add_to_reward=False, **keys)
+        self.scorer: Scorer = model.scorer
+        files = getattr(model, "files", None)  # None for a model built in memory
+        self.sha256 = str(files.sha256) if files else ""
+        self.every, self.decay = every, decay
+        self.moved = False
+        self.policy = policy
+        if any(weight.dtype.itemsize < 4 for weight, _ in self.pairs.values()) and decay:
+            raise ValueError(
+                f"kl.refresh_decay={decay} would round away in half-precision weights; use "
+                "policy.dtype=float32 with policy.autocast=bfloat16, or kl.refresh_decay=0"
+            )
+
+    @property
+    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return current (reference, policy) weights by name; {} if it is never refreshed."""
+        if not self.every:
+            return {}
+        old, new = weights_of(self.scorer).named(), weights_of(self.policy.scorer).named()
+        return {name: (old[name].detach(), new[name]) for name in new}
+
+    @torch.no_grad()
+    def __call__(self, batch: TensorDictBase, *, keep_states: bool = False) -> TensorDictBase:
+        """Return the batch with the log-probs (ref_log_probs.full) and kl_penalty, [B, T].
+
+        With `keep_states` also ref_states, so that the update needs no pass of the reference's
+        body; not if they take more than MAX_BYTES or the weights are sharded: ranks must agree.
+        With a hint they are always kept, because the update lacks the hint.
+        """
+        if self.hint is None:
+            if not keep_states or not self._fits(batch):
+                return self.retrieve(batch)
+            return self.retrieve[1](self._with_states(batch))  # its KLComputation
+        hinted, sampled = self.hint(batch), batch.get(RESPONSE)  # [B, T]
+        hinted = self._with_states(hinted) if keep_states else self.retrieve[0](hinted)
+        for key in (self.names.log_probs, *(["ref_states"] if keep_states else [])):
+            value = hinted.get(key)  # [B, t] or [B, t, H]
+            batch.set(key, placed(value[hinted.get(RESPONSE)], sampled))
+        return self.retrieve[1](batch)
+
+    def _fits(self, batch: TensorDictBase) -> bool:
+        """Return whether the update may read the states of the tokens."""
+        if self.scorer.placement is not LOCAL:
+            return False
+        weight, width = next(self.scorer.model.parameters()), self.scorer.head().weight.shape[1]
+        return batch.get(("tokens", "full")).numel() * width * weight.itemsize <= MAX_BYTES
+
+    def _with_states(self, batch: TensorDictBase) -> TensorDictBase:
+        """Return the batch with the log-probs and ref_states."""
+        model, scorer, tokens = self.retrieve.ref_model, self.scorer, batch.get(("tokens", "full"))
+        attention, group = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
+        limit = model.micro_batch_tokens
+        states = score_in_parts(scorer.states, tokens, attention, limit=limit, group_id=group)
+        sampled = predicted(attention, batch.get(RESPONSE))
+        temperature = model.scoring_temperature(batch, "temperature")
+        dist = scorer.distribution(states[sampled], sampled, temperature)
+        batch.set(self.names.log_probs, dist.scores(tokens).log_probs)
+        return batch.set("ref_states", states)
+
+    @torch.no_grad()
+    def refresh(self, iteration: int) -> None:
+        """Move towards the policy if `iteration` finished iterations are a multiple of `every`."""
+        if self.every and iteration % self.every == 0:
+            for old, new in self.pairs.values():
+                # With weight 1 this is exactly the policy; half-precision shards round to it.
+                old.lerp_(new.to(old.dtype), 1 - self.decay)
+            self.moved = True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the weights, or {} before the first refresh."""
+        return {name: old for name, (old, _) in self.pairs.items()} if self.moved else {}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore the weights that `state_dict` returned."""
+        self.moved = bool(state)
+        pairs = self.pairs
+        for name, value in state.items():
+            pairs[name][0].copy_(value)
+
+
+class NoReference:
+    """Measure no KL."""
+
+    scorer = None
+    sha256 = ""
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Return the batch."""
+        return batch
+
+    def refresh(self, iteration: int) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Do nothing."""

@@ -1,0 +1,121 @@
+"""report.html: one page about a finished or running run, from the files of its folder. Torch-free.
+
+`python -m trainer.pages` rewrites it at any time. SFT and RL runs share the template: charts of
+metrics that a run does not log are left out.
+"""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.kl.frontier import ACCURACY, EVAL_KL
+from trainer.pages import frontier_chart, panels, summary
+from trainer.pages.chart import standalone
+from trainer.pages.formats import duration, leaves
+from trainer.pages.page import PATIENCE, write_page
+from trainer.pages.replies import select_replies
+from trainer.pages.sweep_jobs import find_frontier
+from trainer.runs.redact import redact
+from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run, number
+
+PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
+TIME = "time/iteration_s"
+
+
+def write_report(folder: str | Path) -> Path:
+    """Write <folder>/report.html from the files there and return its path."""
+    run = load_run(folder)
+    path, state = run.folder / "report.html", run.state
+    patience = max(PATIENCE, 5 * (run.last_ten_mean(TIME) or 0.0)) if state == "running" else None
+    write_page(path, "report.html.j2", patience=patience, state=state, **_values(run, state))
+    return path
+
+
+def run_svg(folder: str | Path) -> str:
+    """Draw a run's reward (or loss) and KL curves as a standalone SVG document."""
+    run = load_run(folder)
+    charts = [panels.draw(p, run) for title in PICTURE for p in panels.MAIN if p.title == title]
+    shown = [chart for chart in charts if chart][:2]
+    if not shown:
+        raise ValueError(f"expected metrics in {run.folder}/metrics.jsonl, got none to draw")
+    return standalone(shown, width=360, height=220)
+
+
+def _values(run: Run, state: str) -> dict[str, Any]:
+    """Return the values of the template."""
+    replies = select_replies(run.folder / "transcripts.jsonl")
+    (first, more), changes = panels.shown(run), _changes(run)
+    curves = [*_frontier(run), *first]
+    parts = {"Curves": curves, "Replies": replies, "Environment": True, "Configuration": changes}
+    return replies | {
+        "title": run.experiment,
+        "sections": [name for name, present in parts.items() if present],
+        "status": run.status,
+        "errors": sorted(f.name for f in (run.folder / "errors").glob("rank*.txt")),
+        "left": _left(run),
+        "rewrite": f"python -m trainer.pages {shlex.quote(str(run.folder.resolve()))}",
+        "notes": panels.notes_of(run, "error", "warn"),
+        "explained": panels.notes_of(run, "info"),
+        "tiles": summary.tiles(run),
+        "python_reward": summary.python_reward(run),
+        "commands": _commands(run, state),
+        "curves": curves,
+        "more_curves": more,
+        "folder": str(run.folder.resolve()),
+        "changes": changes,
+        "config": run.config and yaml.safe_dump(redact(run.config), sort_keys=False, width=100),
+    }
+
+
+def _frontier(run: Run) -> Iterator[panels.Figure]:
+    """Draw the run below the optimal frontier, if the reference was sampled (mode=frontier)."""
+    frontier = find_frontier(run.folder)
+    if frontier is not None and (picture := frontier_chart.draw_run(run, frontier)):
+        yield panels.Figure(picture, frontier_chart.caption(run, frontier), [ACCURACY, EVAL_KL])
+
+
+def _left(run: Run) -> str:
+    """Return the iterations and time left of a run, "" if unknown."""
+    total, each = number(dig(run.config, "trainer", "num_iterations")), run.last_ten_mean(TIME)
+    left = (total or 0) - (run.metrics[-1][ITERATION] if run.metrics else 0)
+    return f"{left} iterations to go, about {duration(left * each)}" if each and left > 0 else ""
+
+
+def _commands(run: Run, state: str) -> dict[str, str | None]:
+    """Return the commands that repeat a run, chat with a finished one, or resume it."""
+    folder = run.folder.resolve()
+    out = {"repeat": None if summary.python_reward(run) else summary.repeat_command(run)}
+    if state == "finished":
+        out["chat"] = summary.chat_command(folder, run)
+    elif state != "running":
+        out["go on"] = summary.resume_command(folder)
+    return out
+
+
+def _changes(run: Run) -> list[list[str]]:
+    """Return a table of the keys that the run and its experiment changed, [] if unknown.
+
+    Keys that interpolate another (`${kl.where}`) are left out: the other key is listed.
+    """
+    if not (run.config and run.defaults):
+        return []
+    nodes = (run.defaults["leash"], run.defaults["experiment"], run.config)
+    leash, theirs, ours = (
+        {key: "null" if value is None else str(value) for key, value in leaves(redact(node))}
+        for node in nodes
+    )
+    follows = tuple(f"{k}." for k, value in (leash | theirs).items() if value.startswith("${"))
+    by_hand, by_experiment = [], []
+    for key in leash | theirs | ours:
+        if key not in ours or key in PLACES or f"{key}.".startswith(follows):
+            continue
+        first, second, value = leash.get(key, ""), theirs.get(key, ""), ours[key]
+        # a model that an experiment trains has become a folder
+        if value != second and not second.startswith("experiment:"):
+            by_hand.append([key, first, second, value])
+        elif second != first:
+            by_experiment.append([key, first, second, second])
+    return by_hand + by_experiment

@@ -1,0 +1,203 @@
+"""Write sweep.html and sweep.csv, which are updated while a sweep runs."""
+
+import math
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from urllib.parse import quote
+
+from policies.cache import write_text
+from trainer.kl.frontier import ACCURACY, EVAL_REWARD, Frontier
+from trainer.pages.chart import Series, line_chart, standalone
+from trainer.pages.formats import duration
+from trainer.pages.frontier_chart import AVERAGED, draw_sweep
+from trainer.pages.page import PATIENCE, write_page
+from trainer.pages.panels import MAIN, Figure, open_notes
+from trainer.pages.replies import Reply, by_kind, side_by_side
+from trainer.pages.summary import repeat_command
+from trainer.pages.sweep_jobs import (
+    DRIFT,
+    REWARD,
+    Job,
+    Setting,
+    Sweep,
+    as_csv,
+    best,
+    comparable,
+    count_states,
+    find_sweep_frontier,
+    gather,
+    grouped,
+    load_sweep,
+    task_reward,
+    varying,
+)
+from trainer.runs.run_files import dig, read_lines
+
+# in the order of a run's preference
+OBJECTIVES = (ACCURACY, "eval/greedy_accuracy", "reward/mean", "loss/total")
+MOVES = 1e-4  # nats per token to the sampler; with one step per batch it is rounding
+PROMPTS, SETTINGS = 8, 6  # at most, of replies side by side
+READ = 2**20  # bytes of a file: replies before training are at its start, those after at its end
+
+Links = dict[str, dict[str, str]]  # text and page of each job
+
+
+def write_sweep(folder: str | Path) -> Path:
+    """Write sweep.csv and sweep.html into a multirun folder; return the path of the page."""
+    sweep = load_sweep(folder)
+    write_text(sweep.folder / "sweep.csv", as_csv(sweep.jobs))
+    path = sweep.folder / "sweep.html"
+    patience = PATIENCE if sweep.live else None
+    write_page(path, "sweep.html.j2", patience=patience, **_values(sweep))
+    return path
+
+
+def write_comparison(folders: Sequence[Path]) -> Path:
+    """Write compare.html, the sweep page of any runs, into the current folder."""
+    path, words = Path("compare.html"), shlex.join(map(str, folders))
+    texts = {"heading": "Comparison of runs", "rewrite": f"python -m trainer.pages {words}"}
+    write_page(path, "sweep.html.j2", **_values(gather(folders)) | texts)
+    return path
+
+
+def sweep_svg(folder: str | Path) -> str:
+    """Draw the frontier of a multirun folder as a standalone SVG document."""
+    sweep = load_sweep(folder)
+    frontier = find_sweep_frontier(sweep)
+    by = frontier.metric if frontier else REWARD
+    picture = draw_sweep(sweep.jobs, width=480, height=340, by=by, frontier=frontier)
+    return standalone([picture], width=480, height=340)
+
+
+def _values(sweep: Sweep) -> dict[str, Any]:
+    """Return the values of the template."""
+    jobs, settings, keys = sweep.jobs, grouped(sweep.jobs), varying(sweep.jobs)
+    frontier, top = find_sweep_frontier(sweep), best(jobs)
+    winner = top.finished[0].run if top else None
+    begun = [setting for setting in settings if any(job.run.metrics for job in setting.jobs)]
+    links = {job.name: {"text": job.label(keys), "page": _page(job, sweep)} for job in jobs}
+    warned: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for job in jobs:
+        for note in open_notes(job.run):
+            warned.setdefault((note["level"], note["title"]), []).append(links[job.name])
+    return {
+        "title": "sweep",
+        "heading": f"Sweep of {jobs[0].run.experiment if jobs else sweep.folder.name}",
+        "sweep": sweep,
+        "progress": _progress(sweep),
+        "going": [{**links[job.name], "at": _at(job)} for job in jobs if job.state == "running"],
+        "rewrite": f"python -m trainer.pages {shlex.quote(str(sweep.folder.resolve()))}",
+        "best": top,
+        "again": repeat_command(winner) if winner else "",
+        "objective": next((m for m in OBJECTIVES if winner and winner.series(m)), ""),
+        "averaged": AVERAGED,
+        "pictures": _pictures(settings, jobs, frontier),
+        "frontier": frontier,
+        "tables": _tables(jobs, settings, links),
+        "warnings": [(*key, warned[key]) for key in sorted(warned)],
+        "curves": list(_overlays(begun, keys)),
+        "names": [setting.name for setting in begun],
+        "replies": _replies(begun),
+    }
+
+
+def _pictures(
+    settings: Sequence[Setting], jobs: Sequence[Job], frontier: Frontier | None
+) -> dict[str, str]:
+    """Draw reward and held-out metrics against KL; buttons switch between them."""
+    by = {"reward": REWARD, "accuracy": ACCURACY, "held-out reward": EVAL_REWARD}
+    if frontier:  # its metrics come first
+        by["reward"] = by.pop("reward")
+    by = {name: metric for name, metric in by.items() if any(s.spots(metric) for s in settings)}
+    size = {"width": 420, "height": 320}
+    pictures = {n: draw_sweep(jobs, by=m, frontier=frontier, **size) for n, m in by.items()}
+    metric = by.get("accuracy", REWARD)
+    moved = (job for job in jobs if (job.reached[DRIFT] or 0.0) > MOVES)
+    if any(job.reached[metric] is not None for job in moved):
+        pictures["KL to the sampler"] = draw_sweep(jobs, by=metric, sampler=True, **size)
+    return pictures
+
+
+def _progress(sweep: Sweep) -> str:
+    """Return the number of jobs by state, and the time left."""
+    states = [count_states(sorted(job.state for job in sweep.jobs))] if sweep.jobs else []
+    if sweep.left:
+        states.append(f"{sweep.left} {'to come' if sweep.live else 'not begun'}")
+    line = f"{len(sweep.jobs) + sweep.left} jobs: {', '.join(states)}"
+    took = [(job.state, job.run.status.get("seconds", 0.0)) for job in sweep.jobs]
+    if sweep.live and (done := [seconds for state, seconds in took if state == "finished"]):
+        running = [seconds for state, seconds in took if state == "running"]
+        rest = sum(max(fmean(done) - seconds, 0.0) for seconds in running)
+        line += f"; about {duration(fmean(done) * sweep.left + rest)} left"
+    return line
+
+
+def _at(job: Job) -> str:
+    of = dig(job.run.config, "trainer", "num_iterations")
+    return f", iteration {job.reached['progress/iteration']} of {of}" if job.run.metrics else ""
+
+
+def _page(job: Job, sweep: Sweep) -> str:
+    """Return the address of a job's page, "" if it has none yet."""
+    page = job.run.folder / "report.html"
+    return quote(os.path.relpath(page, sweep.folder)) if page.is_file() else ""
+
+
+def _tables(jobs: Sequence[Job], settings: Sequence[Setting], links: Links) -> list[dict[str, Any]]:
+    """Return a table of settings, if one has several jobs, and a table of jobs."""
+    keys, single = varying(jobs), [Setting(job.name, "", [job]) for job in jobs]
+    tables = [_table(single, keys, links)] if jobs else []
+    if len(settings) < len(jobs):
+        tables.insert(0, _table(settings, [key for key in keys if key != "seed"], links))
+    return tables
+
+
+def _table(settings: Sequence[Setting], keys: Sequence[str], links: Links) -> dict[str, Any]:
+    """Return columns and rows that differ between settings, and the values that do not."""
+    first = {key: [s.jobs[0].overrides.get(key, "-") for s in settings] for key in keys}
+    columns, same = first or {"job": [setting.name for setting in settings]}, {}
+    for title in settings[0].jobs[0].reached:
+        cells = [setting.cell(title) for setting in settings]
+        if len(set(cells)) == 1:
+            same |= {title: cells[0]} if cells[0] else {}
+        elif cells not in columns.values() and title.replace("/", ".") not in columns:
+            columns[title] = cells  # but not kl/coeff in addition to kl.coeff
+    rows = [
+        [{"text": name, "page": links[s.jobs[0].name]["page"] if len(s.jobs) == 1 else ""}, *cells]
+        for s, (name, *cells) in zip(settings, zip(*columns.values(), strict=True), strict=True)
+    ]
+    return {"columns": [*columns], "rows": rows, "same": same}
+
+
+def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[Figure]:
+    """Draw the curves of all jobs in one chart; the seeds of a setting share a hue."""
+    for panel in (panel for panel in MAIN if panel.swept):
+        series = []
+        for hue, job in ((hue, job) for hue, setting in enumerate(begun) for job in setting.jobs):
+            name = task_reward(job.run) if panel.swept == REWARD else panel.swept
+            if points := job.run.series(name):
+                series.append(Series(job.label(keys), points, hue, name.startswith("eval/")))
+        if series:
+            which = f", {panel.metrics[panel.swept]}" if len(panel.metrics) > 1 else ""
+            how = {"title": panel.title, "unit": panel.unit + which, "named": False}
+            chart = line_chart(series, least=panel.least, **how)
+            yield Figure(chart, f"healthy: {panel.healthy}", [panel.swept])
+
+
+def _replies(settings: Sequence[Setting]) -> list[dict[str, Reply]]:
+    """Return replies to the same held-out prompts: before training, then by coefficient."""
+    before: dict[str, Reply] = {}
+    columns: dict[str, dict[str, Reply]] = {}
+    for setting in sorted(settings, key=lambda s: s.mean("kl/coeff") or 0.0):
+        rows = read_lines(setting.jobs[0].run.folder / "transcripts.jsonl", most=READ)
+        kinds = by_kind(rows)
+        columns |= {setting.name: kinds["after"]} if "after" in kinds else {}
+        before = before or kinds.get("before", {})
+    columns = dict([*columns.items()][:: math.ceil(len(columns) / SETTINGS) or 1])
+    if before and comparable([job for setting in settings for job in setting.jobs]):
+        columns = {"before training": before, **columns}
+    return side_by_side(columns, PROMPTS)

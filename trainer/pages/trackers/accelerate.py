@@ -1,0 +1,85 @@
+"""Track with the services of accelerate.tracking: TensorBoard, Trackio, MLflow, Comet, Aim ...
+
+Accelerate imports their packages. Tables of replies and alerts are left out on purpose: every
+service has a different API for them.
+"""
+
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+
+from policies.cache import write_text
+from trainer.pages.formats import leaves
+from trainer.pages.trackers.mirror import Mirror
+
+MLFLOW_ID = "mlflow_id.txt"  # of a run folder
+
+
+class AccelerateTracker(Mirror):
+    """Also send metrics and configuration to the service `kind` of accelerate.tracking.
+
+    `options`: arguments of Accelerate's class. The account comes from the service's variables or
+    login. MLflow and Trackio continue their run after a resume (Trackio then has repeated
+    iterations twice, TensorBoard once); others start a new run.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        kind: str,
+        project: str = "leash",
+        options: Mapping[str, Any] | None = None,
+        **about: Any,
+    ) -> None:
+        self.word, self._project, self._options = kind, project, dict(options or {})
+        self._tracker: Any = None
+        super().__init__(folder, **about)
+
+    def _start(self) -> None:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        with redirect_stdout(StringIO()):  # Trackio prints six lines
+            self._tracker = LOGGER_TYPE_TO_CLASS[self.word](**self._arguments())
+            if hasattr(self._tracker, "start"):  # older versions start in the constructor
+                self._tracker.start()
+        if self.first is None or self.word not in ("mlflow", "tensorboard"):
+            values = {
+                key: value if isinstance(value, int | float) else str(value)
+                for key, value in leaves(self.about["config"])
+                if key
+            }  # of types that every service takes
+            self._tracker.store_init_configuration(values)
+        looks = {
+            "mlflow": "mlflow ui",
+            "tensorboard": f"tensorboard --logdir {self.folder / 'tensorboard'}",
+            "trackio": f"trackio show --project {self._project}",
+        }
+        self.hint = f"look at it with: {looks[self.word]}" if self.word in looks else ""
+        if self.word == "mlflow":
+            write_text(self.folder / MLFLOW_ID, f"{self._tracker.tracker.info.run_id}\n")
+
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments of Accelerate's class; its run_name is usually the project."""
+        project, name, out = self._project, self.about["name"], {"run_name": self._project}
+        if self.word == "mlflow":
+            path = self.folder / MLFLOW_ID
+            known = path.read_text().strip() if path.is_file() else None
+            tags = {"job_type": self.about["job_type"], "tags": ", ".join(self.about["tags"])}
+            out = {"experiment_name": project, "run_name": name, "run_id": known, "tags": tags}
+        elif self.word == "tensorboard":
+            out = {"run_name": "tensorboard", "logging_dir": str(self.folder)}
+            out["purge_step"] = self.first
+        elif self.word == "trackio":
+            out |= {"name": f"{name}-{self.run_id()}", "group": self.about["group"]}
+            out |= {"resume": "allow", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        return out | self._options
+
+    def _log(self, line: dict[str, float], iteration: int) -> None:
+        named = {name.replace("@", "_at_"): value for name, value in line.items()}  # of MLflow
+        self._tracker.log(named, step=iteration)
+
+    def _stop(self, state: str) -> None:
+        with redirect_stdout(StringIO()):
+            self._tracker.finish()

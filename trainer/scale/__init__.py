@@ -1,0 +1,1 @@
+"""Several GPUs and nodes: shards, sampling ahead, the dry run of a cluster."""
