@@ -3,8 +3,8 @@
     PYTHONPATH=tests python -m benchmarks.gpu_ranks FOLDER     writes FOLDER/table.md
 
 More ranks than GPUs share them by gloo (see `share_gpus`), others have one each by NCCL; without a
-GPU they are CPU ranks. The cases and their launcher are those of tests/support/sharded.py, and so is the
-command of a rank: FOLDER, ranks, launch, cases.
+GPU they are CPU ranks. The cases and their launcher are those of tests/support/sharded.py, and so
+is the command of a rank: FOLDER, ranks, launch, cases.
 """
 
 import math

@@ -6,7 +6,8 @@ For each case and repeat: leash trains `--iterations` iterations, TRL the same t
 settings (benchmarks/yardstick_trl.py), then the floor runs: the products of the linear layers and
 of the head, at the shapes and in the dtype of that iteration. Prints seconds per iteration
 (mean of all, the first included), CPU seconds per later iteration, and the peak of the memory.
-In float32 the floor is printed twice: by torch's products and by leash's (policies/models/fast/products.py).
+In float32 the floor is printed twice: by torch's products and by leash's
+(policies/models/fast/products.py).
 The launcher of leash preloads tcmalloc where it is installed, TRL runs as it is: set LD_PRELOAD
 for one allocator in both. TRL is left out where --peer does not exist. Nothing is asserted. The ppo
 cases need a --peer with trl==1.12.0 (benchmarks/ppo_trl.py); their floor has the policy's products

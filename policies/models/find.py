@@ -260,8 +260,8 @@ def load_model(
     dtype: a name of torch, or "auto" for that of the file.
     classifier: load it with its head for sequences.
     attn_implementation: of transformers, with its errors; None = sdpa if the class has it.
-    kernels: use policies.models.fast.layers, and policies.models.fast.attention in place of sdpa on a CPU, where they
-    compute what the model's own classes compute.
+    kernels: use policies/models/fast/: its layers, and on a CPU its attention in place of sdpa,
+    where they compute what the model's own classes compute.
     Missing or quantised weights, or a model that is not a causal language model, are a ValueError.
     """
     import torch

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
 from huggingface_hub import constants
+from models_table import write_checkpoint
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
-from checkpoints import make_checkpoint
-from models_table import write_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP

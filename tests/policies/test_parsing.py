@@ -3,10 +3,10 @@
 from functools import cache
 
 import pytest
+from checkpoints import NAMED, SPECIAL, TEMPLATES
 from hypothesis import given
 from hypothesis import strategies as st
 from letters import letters
-from checkpoints import NAMED, SPECIAL, TEMPLATES
 
 from policies import History, _extract_responses_from_full_histories, add_chat_template
 

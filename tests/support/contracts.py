@@ -1,7 +1,7 @@
 """The seven contracts of the design as functions that raise AssertionError when one is broken.
 
-tests/house/test_mutants.py runs them on the code as it is, breaks the code in known ways and expects them
-to fail. Expected values come from a plain transformers forward.
+tests/house/test_mutants.py runs them on the code as it is, breaks the code in known ways and
+expects them to fail. Expected values come from a plain transformers forward.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
-"""Known ways to break the code, each with the check that must notice: python tests/support/mutants.py.
+"""Known ways to break the code, each with the check that must notice (make mutants).
 
 A mutant is a target (module:attribute) and what it becomes: BROKEN has, by the mutant's name, a
 function from the original to the broken version. Its check is a contract, another function that
-compares with a second way of computing, or one of tests/support/mutant_checks.py. The table says which
-mutants are killed; a survivor is exit code 1.
+compares with a second way of computing, or one of tests/support/mutant_checks.py. The table says
+which mutants are killed; a survivor is exit code 1.
 """
 
 import json

@@ -199,7 +199,8 @@ def test_a_run_that_was_stopped_and_goes_on_ends_where_an_uninterrupted_one_does
 
 
 # Sampling ahead: the weights that sample each batch, to the bit, and what errors leave. It is for
-# an engine in another process (tests/policies/test_vllm_runs.py); these play in a thread, by a copy.
+# an engine in another process (tests/policies/test_vllm_runs.py); these play in a thread, by a
+# copy.
 
 
 def engine_of(policy: TransformersWrapper) -> Copy:

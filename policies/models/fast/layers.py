@@ -64,7 +64,7 @@ def computes_the_same(layer: nn.Module, ours: type[nn.Module]) -> bool:
 
 
 def replace_attention(model: Any) -> None:
-    """Let a model on a CPU use policies.models.fast.attention for sdpa, if the outputs of a layer are equal."""
+    """Let a model on a CPU use leash's attention for sdpa, if the outputs of a layer are equal."""
     theirs = model.config._attn_implementation
     if theirs != "sdpa" or model.device.type != "cpu" or not takes_masks(model.config):
         return

@@ -1,6 +1,7 @@
 """Runs of two ranks and four, with shards and without: what they train, log and save is one's.
 
-The ranks of a way start once. Gradients of all algorithms, in float64: tests/trainer/test_invariance.py.
+The ranks of a way start once. Gradients of all algorithms, in float64:
+tests/trainer/test_invariance.py.
 """
 
 from pathlib import Path
