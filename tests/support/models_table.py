@@ -3,7 +3,8 @@
     PYTHONPATH=. python tests/support/models_table.py    # writes docs/models.md; asks .venv-vllm
 
 Each family of tests/support/families.yaml gets a tiny checkpoint of random weights. The log-probs
-of sampler and scorer, and the gradient, are compared with a plain float32 forward of each row alone.
+of sampler and scorer, and the gradient, are compared with a plain float32 forward of each row
+alone.
 """
 
 import re

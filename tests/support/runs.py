@@ -61,7 +61,7 @@ def train(*overrides: str, **changes: str) -> Finished:
 
 
 def on_two_ranks(script: str, folder: Path) -> None:
-    """Run a script of tests/ on two ranks that write into a folder, with no launcher above them."""
+    """Run a script of tests/support/ on two ranks that write into a folder, with no launcher above them."""
     with socket.socket() as held:  # as trainer/runs/launch.py does
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -69,7 +69,7 @@ def on_two_ranks(script: str, folder: Path) -> None:
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
         env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PYTHONPATH=path)
         env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        words = [sys.executable, str(ROOT / "tests" / script), str(folder)]
+        words = [sys.executable, str(ROOT / "tests" / "support" / script), str(folder)]
         with (folder / "said").open("w") as file:
             both = {"stdout": file, "stderr": file}
             envs = [env | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
