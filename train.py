@@ -5,130 +5,19 @@ The parent process checks the configuration, starts one process per rank and imp
 """
 
 import os
-import shutil
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 for name in ("conf", "envs", "policies", "trainer"):
     origin = Path(getattr(find_spec(name), "origin", None) or name).resolve()
     if origin != Path(__file__).resolve().parent / name / "__init__.py":  # beside python -m train
         sys.exit(f"error: {name} is {origin}, not that of leash; rename yours")
 try:
-    from omegaconf import DictConfig, OmegaConf
-
-    from conf import build
+    from conf.run import train as train  # the parts of a run and the loop
+    from conf.run import worker
 except ModuleNotFoundError as missing:  # probably the system's Python
     sys.exit(f"error: {missing}; use .venv/bin/python, which `make setup` creates")
-
-
-def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float:
-    """Execute the mode of a run; return the sweep metric (preflight: number of problems)."""
-    import trainer
-    from conf.plan import plan
-    from envs.rewards.validate import try_reward
-    from policies.cache import sha256_of_inputs
-    from policies.load import resolve_autocast
-    from trainer.modes import dry_run, run_mode
-    from trainer.runs.versions import about_machine
-
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
-    steps = cfg.trainer.num_iterations * cfg.algorithm.epochs * cfg.algorithm.minibatches
-    parts = plan(config)
-    if cfg.preflight_gpu:
-        return dry_run(parts, config, folder)
-    with parts.runtime(folder=folder, seed=cfg.seed) as runtime:
-        runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
-        task = build.make_task(config["env"], needs_reward=config["algorithm"]["needs_reward"])
-        try_reward(task)  # finds errors in the data and in the user's reward
-        custom = build.custom_observers(cfg, runtime, observers)
-        # For the real device: shards are loaded on the CPU.
-        autocast = resolve_autocast(cfg.policy.get("autocast"), runtime.device)
-        policy = runtime.load(lambda **device: parts.policy(autocast=autocast, **device))
-        runtime.write_status(model=policy.files.about(), products=str(policy.scorer.autocast))
-        transforms = {name: part() for name, part in parts.transforms.items()}
-        env = parts.make_env(task, policy, transforms.values())
-        references = build.make_references(cfg, policy, env)
-        if parts.critic:
-            policy.scorer.critic = parts.critic(scorer=policy.scorer)
-        generator = policy
-        if parts.engine:
-            generator = parts.engine(policy=policy, folder=runtime.folder / ".engine")
-        shared = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
-        shared |= {"env": env, "leash": parts.leash}
-        after_rollout = {name: part(**shared) for name, part in parts.after_rollout.items()}
-        source = build.make_source(cfg, parts.source, after_rollout, **shared)
-        advantage = parts.advantage(**shared)
-        objective = parts.objective(**shared)
-        all_observers = build.make_observers(cfg, runtime, custom)
-        scorer, optimizer = runtime.prepare(
-            policy, parts.make_optimizer, *references.values(), advantage
-        )
-        loop = parts.trainer(
-            runtime=runtime,
-            policy=policy,
-            generator=generator,
-            source=source,
-            retrieve_kl=references["ref"],
-            teacher=references["teacher"],
-            advantage=advantage,
-            update=parts.update(
-                scorer=scorer,
-                optimizer=optimizer,
-                objective=objective,
-                runtime=runtime,
-                leash=parts.leash,
-                lr=parts.schedule(total=steps),
-                max_tokens=cfg.policy.max_new_tokens * cfg.env.max_turns,
-                reference=references[parts.leash.reader.name].scorer,
-            ),
-            evaluate=trainer.Evaluate(
-                **{name: shared[name] for name in ("task", "env", "generator", "runtime")},
-                retrieve_kl=references["ref"],
-                **cfg.eval,
-            ),
-            checkpoints=trainer.Checkpoints(
-                runtime, policy, optimizer, reference=references["ref"], **cfg.checkpoint
-            ),
-            num_logged_replies=cfg.tracker.get("replies", "0"),
-            early_stopping=parts.early_stopping(),
-            inputs=sha256_of_inputs(config),
-            parts=trainer.resuming.stateful_parts(
-                {"env.transforms": transforms, "algorithm.after_rollout": after_rollout},
-                cfg.observers,
-                {"source": source, "advantage": advantage, "objective": objective},
-                task=task,
-                observers=all_observers,
-            ),
-            observers=all_observers,
-        )
-        return run_mode(loop, config)
-
-
-def worker(folder: str, resume: str | None = None) -> int:
-    """Run the configuration of a run folder in this process; return the exit code."""
-    from trainer.early_stopping import Stopped
-    from trainer.runs.failures import record_failure
-    from trainer.runs.folders import TEMPORARY
-    from trainer.runs.lock import locked_by_rank
-    from trainer.runs.run_log import run_log
-
-    alone = "LEASH_PARENT" not in os.environ  # started by torchrun or accelerate launch
-    try:
-        cfg: Any = OmegaConf.load(Path(folder) / "config.yaml")
-        cfg.resume = resume or cfg.resume
-        with run_log(Path(folder)), locked_by_rank(Path(folder)):
-            value = train(cfg, Path(folder))
-    except Stopped:
-        return 143
-    except BaseException as error:  # a user's reward may raise SystemExit
-        return record_failure(Path(os.environ.get("LEASH_FOLDER", folder)), error)
-    finally:
-        if alone and Path(folder).name.startswith(TEMPORARY):
-            shutil.rmtree(folder, ignore_errors=True)
-    return int(alone and cfg.preflight and value > 0)  # value: the number of problems
 
 
 def main() -> int:

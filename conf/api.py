@@ -2,20 +2,20 @@
 
 import gc
 import json
-import runpy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from conf import run
 from conf.compose import compose, compose_checked, compose_experiment, write_defaults
 from envs.rewards.trl_function import register
 from policies.cache import write_text
 from trainer.early_stopping import Stopped
 from trainer.pages.formats import leaves
 from trainer.pages.summary import resume_command
-from trainer.runs.folders import SCRIPT, holds_run, quoted, remove_unused, unique_folder
+from trainer.runs.folders import holds_run, quoted, remove_unused, unique_folder
 from trainer.runs.launch import prepare
 from trainer.runs.lock import FILE as LOCK
 from trainer.runs.lock import locked
@@ -88,9 +88,7 @@ def train(
             remove_unused(folder)
             raise
         try:
-            runpy.run_path(str(SCRIPT))["train"](
-                OmegaConf.load(folder / "config.yaml"), folder, observers
-            )
+            run.train(OmegaConf.load(folder / "config.yaml"), folder, observers)
         except Stopped as stop:
             raise KeyboardInterrupt(str(stop)) from None
         finally:

@@ -19,8 +19,8 @@ from policies import (
     MaskedOneHotCategorical,
     OneHotCategorical,
     ReparamGradientStrategy,
-    token_distribution,
 )
+from policies.distributions import token_distribution
 from policies.distributions.token_distribution import Head, TokenDistribution
 from trainer import Rollouts
 

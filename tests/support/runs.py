@@ -61,7 +61,7 @@ def train(*overrides: str, **changes: str) -> Finished:
 
 
 def on_two_ranks(script: str, folder: Path) -> None:
-    """Run a script of tests/support/ on two ranks that write into a folder, with no launcher above them."""
+    """Run a script of this folder on two ranks, which write into `folder`, without a launcher."""
     with socket.socket() as held:  # as trainer/runs/launch.py does
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

@@ -262,7 +262,9 @@ def shared(make: Any, td: TensorDict, want: torch.Tensor, **given: Any) -> None:
 def own_ray() -> Iterator[None]:
     """Start Ray so that its actors find these files, and end it."""
     before = dict(os.environ)
-    os.environ |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{before.get('PYTHONPATH', '')}"}
+    folders = [ROOT, ROOT / "tests/specification", ROOT / "tests/support"]
+    paths = [*map(str, folders), before.get("PYTHONPATH", "")]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths)}
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     os.environ.pop("RAY_ADDRESS", None)
