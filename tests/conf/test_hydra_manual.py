@@ -73,9 +73,9 @@ FILES = {
         seed: 10
     """,
     "main/bare.yaml": """
-        defaults: [_schema, policy: tiny, env: sort_digits, kl: default, algorithm: grpo,
-          optimizer: adamw, trainer: default, eval: default, checkpoint: default, tracker: jsonl,
-          launch: ddp, _self_]
+        defaults: [_schema, policy: tiny, env: sort_digits, kl: default, teacher: default,
+          algorithm: grpo, optimizer: adamw, trainer: default, eval: default, checkpoint: default,
+          tracker: jsonl, launch: ddp, _self_]
         hydra: {searchpath: ["pkg://conf"], run: {dir: "${run_dir:}"}}
     """,
     "callback_of_mine.py": """

@@ -1,5 +1,6 @@
 """Which keys go to which part: no typed key is ignored, and parts of a user's own get theirs."""
 
+import os
 from copy import deepcopy
 from functools import reduce
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import Copy, beside
-from runs import SMALL, metrics, train
+from runs import ROOT, SMALL, metrics, train
 
 from conf.compose import compose_checked
 from conf.plan import plan
@@ -279,7 +280,7 @@ def test_a_run_of_parts_of_a_users_own_only(tmp_path: Path):
         f"optimizer._target_={HERE}.SignDescent", "optimizer.lr=1e-4",
         f"policy.engine={{_target_: {HERE}.copy_engine, tolerance: 1e-3}}",
     ]  # fmt: skip
-    tests = str(Path(__file__).parent)
+    tests = os.pathsep.join([str(Path(__file__).parent), str(ROOT / "tests/support")])
     done = train("--config-dir", str(tmp_path), *words, PYTHONPATH=tests)
     assert done.code == 0, done.text
     _, *rows = metrics(tmp_path / "run")
