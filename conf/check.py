@@ -37,8 +37,9 @@ PACKAGES = ("policies.", "envs.", "trainer.")  # of leash
 def check(cfg: Config) -> None:
     """Raise ValueError with the first fault of a resolved configuration."""
     replies = _replies if cfg["algorithm"]["rows"] == "prompts" else _no_replies
-    rules = (_targets, _undeclared, schema.faults, _run, replies, _leash, _distil)
-    for rule in (*rules, _packages_and_models, _parts, _task):
+    first = (_targets, _undeclared, schema.faults, _training, _lora, _dry_run, _ranks)
+    rules = (*first, _evaluations, replies, _leash, _distil, _packages_and_models, _parts, _task)
+    for rule in rules:
         for fault in rule(cfg):
             raise ValueError(fault)
 
@@ -82,51 +83,71 @@ def _undeclared(cfg: Config) -> Iterator[str]:
             yield f"there is no key {key}{nearest(key, node[name])}"
 
 
-def _run(cfg: Config) -> Iterator[str]:
-    """Yield the faults between keys that apply to all algorithms."""
-    kl, parts, policy = cfg["kl"], cfg["algorithm"]["minibatches"], cfg["policy"]
+def _training(cfg: Config) -> Iterator[str]:
+    """Yield the faults between the sizes of a training run's batches and its checkpoints."""
+    if cfg["mode"] != "train":
+        return
     prompts, ranks = cfg["trainer"]["prompts_per_iteration"], cfg["launch"]["num_processes"]
-    held_out, saved, rule = cfg["eval"], cfg["checkpoint"], cfg["trainer"]["stop_at"]
-    if cfg["mode"] == "train":
-        if prompts % ranks:
-            text = f"trainer.prompts_per_iteration={prompts} to be divisible by"
-            yield f"expected {text} launch.num_processes={ranks}: every process plays whole groups"
-        if (prompts // ranks) % parts:
-            text = f"the {prompts // ranks} prompts of a process to split into equal parts"
-            yield f"expected {text}, got algorithm.minibatches={parts}; change one of them"
-        if cfg["algorithm"].get("packing") and policy["attn_implementation"] not in (None, "sdpa"):
-            yield "algorithm.packing needs policy.attn_implementation=null or sdpa"
-        unseen = not held_out["every"] or saved["every"] % held_out["every"]
-        if saved["keep_best"] and saved["every"] and unseen:
-            when = f"evaluations at its checkpoints; set eval.every={saved['every']}"
-            yield f"checkpoint.keep_best needs {when}"
+    minibatches = cfg["algorithm"]["minibatches"]
+    if prompts % ranks:
+        text = f"trainer.prompts_per_iteration={prompts} to be divisible by"
+        yield f"expected {text} launch.num_processes={ranks}: every process plays whole groups"
+    if (prompts // ranks) % minibatches:
+        text = f"the {prompts // ranks} prompts of a process to split into equal parts"
+        yield f"expected {text}, got algorithm.minibatches={minibatches}; change one of them"
+    packing, attention = cfg["algorithm"].get("packing"), cfg["policy"]["attn_implementation"]
+    if packing and attention not in (None, "sdpa"):
+        yield "algorithm.packing needs policy.attn_implementation=null or sdpa"
+    saves, evaluates = cfg["checkpoint"]["every"], cfg["eval"]["every"]
+    not_evaluated = not evaluates or saves % evaluates
+    if cfg["checkpoint"]["keep_best"] and saves and not_evaluated:
+        yield f"checkpoint.keep_best needs evaluations at its checkpoints; set eval.every={saves}"
+
+
+def _lora(cfg: Config) -> Iterator[str]:
+    lora = cfg["policy"]["lora"]
     for name, key in schema.declared()["policy"]["lora"].items():
-        if not policy["lora"]["r"] and policy["lora"][name] != key.default:
+        if not lora["r"] and lora[name] != key.default:
             yield f"policy.lora.{name} is for policy.lora.r > 0, got 0; set it, or leave it out"
+
+
+def _dry_run(cfg: Config) -> Iterator[str]:
     if cfg["preflight_gpu"] and not cfg["preflight"]:
         yield "preflight_gpu is for preflight=true; add it, or leave preflight_gpu out"
     if cfg["preflight_gpu"] and cfg["launch"]["offload"]:
         yield "preflight_gpu counts shards on GPUs; leave launch.offload out"
-    if cfg["launch"]["in_process"] and ranks > 1:
+
+
+def _ranks(cfg: Config) -> Iterator[str]:
+    """Yield the faults between the keys of launch.*."""
+    launch, ranks = cfg["launch"], cfg["launch"]["num_processes"]
+    if launch["in_process"] and ranks > 1:
         yield f"launch.in_process needs launch.num_processes=1, got {ranks}; change one of them"
-    shards = cfg["launch"]["strategy"] == "fsdp2" and ranks > 1
-    if cfg["launch"]["offload"] and not shards:
+    shards = launch["strategy"] == "fsdp2" and ranks > 1
+    if launch["offload"] and not shards:
         yield "launch.offload needs launch=fsdp2 and launch.num_processes >= 2; leave it out"
-    if (size := cfg["launch"]["shards"]) and not (shards and ranks % size == 0):
+    size = launch["shards"]
+    if size and not (shards and ranks % size == 0):
         wanted = "launch=fsdp2 and a divisor of launch.num_processes"
         yield f"launch.shards={size} needs {wanted}, got {ranks} ranks; change one of them"
     if shards and cfg["trainer"]["overlap"]:
         yield "trainer.overlap needs launch=ddp; leave it out, or set launch=ddp"
+
+
+def _evaluations(cfg: Config) -> Iterator[str]:
+    """Yield the faults of keys that need evaluations, and of eval.frontier."""
+    held_out, kl, rule = cfg["eval"], cfg["kl"], cfg["trainer"]["stop_at"]
     if cfg["trainer"]["patience"] and not held_out["every"]:
         yield "trainer.patience counts evaluations, got eval.every=0; set eval.every=5, say"
     if rule:
         name, _ = read_rule(rule)
         if name.startswith("eval/") and not held_out["every"]:
             yield f"trainer.stop_at={name} needs evaluations, got eval.every=0; set eval.every=5"
-    frontier, measured = held_out["frontier"], kl["measure"] and not kl["refresh_every"]
-    measured = measured and kl["reference_temperature"] == 1 and kl["hint"] is None
+    frontier = held_out["frontier"]
     samples = held_out["num_samples"] and held_out["temperature"] == 1
-    if frontier and not (frontier > 1 and samples and measured and kl["reference"] is None):
+    of_start = kl["reference"] is None and kl["reference_temperature"] == 1 and kl["hint"] is None
+    one_reference = kl["measure"] and not kl["refresh_every"] and of_start
+    if frontier and not (frontier > 1 and samples and one_reference):
         text = "sampled replies (eval.num_samples >= 1, eval.temperature=1) and one reference"
         also = "kl.measure=true, no kl.refresh_every, reference, reference_temperature or hint"
         yield f"eval.frontier={frontier} needs >= 2 {text} ({also}); leave it out"
