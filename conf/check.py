@@ -209,13 +209,14 @@ def _distil(cfg: Config) -> Iterator[str]:
     leashes = {"kl": kl, "teacher": cfg["teacher"]} if has_teacher(cfg) else {"kl": kl}
     start = kl["reference"] is None and kl["hint"] is None and kl["reference_temperature"] == 1
     if len(leashes) == 1 and start:
-        yield "algorithm=distil needs a teacher; give kl.reference=<folder or hub id>"
+        yield "algorithm=distil needs a teacher; give kl.reference or teacher.reference"
     for section, leash in leashes.items():
         if leash["where"] != "loss":
             got = leash["where"]
             yield f"algorithm=distil needs {section}.where=loss, got {got}; leave it out"
     if not any(max(leash["coeff"], leash["end"] or 0) for leash in leashes.values()):
-        yield "algorithm=distil learns from the KL alone, got kl.coeff=0; leave it out"
+        wrong = " and ".join(f"{section}.coeff=0" for section in leashes)
+        yield f"algorithm=distil learns from the KL alone, got {wrong}; leave it out"
 
 
 def _no_replies(cfg: Config) -> Iterator[str]:

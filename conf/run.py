@@ -59,6 +59,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         scorer, optimizer = runtime.prepare(
             policy, parts.make_optimizer, *references.values(), advantage
         )
+        exact = parts.leash.exact_leash
         loop = parts.trainer(
             runtime=runtime,
             policy=policy,
@@ -75,7 +76,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
                 leash=parts.leash,
                 lr=parts.schedule(total=steps),
                 max_tokens=cfg.policy.max_new_tokens * cfg.env.max_turns,
-                reference=references[parts.leash.reader.name].scorer,
+                reference=references[exact.name].scorer if exact else None,
             ),
             evaluate=trainer.Evaluate(
                 **{name: shared[name] for name in ("task", "env", "generator", "runtime")},

@@ -66,6 +66,9 @@ KEYS: dict[NestedKey, Entry] = {
 }
 
 
+RESPONSE = ("masks", "all_response_mask")
+
+
 def reads(*keys: NestedKey) -> tuple[NestedKey, ...]:
     """Return the keys that a part reads; KeyError for a key that KEYS lacks.
 

@@ -14,9 +14,9 @@ from envs.env import EnvBase
 from policies.chats.containers import LogProbs, Masks, Tokens
 from policies.padding import compact, pad, pad_mask, positions, widen
 from policies.protocols import Generator
+from trainer.batch import RESPONSE
 
 FLAGS = ("success", "truncated", "dropped")
-RESPONSE = ("masks", "all_response_mask")
 
 
 class Trajectories:

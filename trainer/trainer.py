@@ -111,10 +111,9 @@ class Trainer:
 
     def score(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the KLs to a batch, and what an update with an exact KL reads of its reference."""
-        exact = getattr(self.update, "reference", None)
-        for reference in (self.retrieve_kl, self.teacher):
-            keeps = exact is not None and reference.scorer is exact
-            batch = reference(batch, **({"keep_states": True} if keeps else {}))
+        exact = self.update.leash.exact_leash
+        for name, reference in ("ref", self.retrieve_kl), ("teacher", self.teacher):
+            batch = reference(batch, keep_states=exact is not None and exact.name == name)
         return batch
 
     def _batch(self, i: int, clock: "Clock") -> TensorDictBase:

@@ -42,7 +42,7 @@ class Update:
     padding included. `packing` removes the padding: it concatenates the rows.
     `leash` is the one of the run: if its coefficient is above 0, either the batch or the objective
     must have charged its KL; so for that of its teacher. `reference` scores the distributions that
-    `leash.reader` needs. The rate of a parameter group is multiplied by its "scale" and is 0
+    `leash.exact_leash` needs. The rate of a parameter group is multiplied by its "scale" and is 0
     before iteration "since".
     `entropy_*` configure `EntropyBonus`; `router_coeff` weighs the load-balancing loss of a mixture
     of experts. If the kl/behaviour_k3 of a minibatch, over all ranks, is above `target_kl` (nats
@@ -79,7 +79,7 @@ class Update:
         if getattr(objective, "leash", None) not in (None, leash):
             raise ValueError("expected one Leash, got two: give the objective's Leash to Update")
         self.leash, self.in_reward = leash, set[str]()
-        self.reference = reference if leash.reader.needs_reference else None
+        self.reference = reference if leash.exact_leash else None
         self.entropy = EntropyBonus(entropy_coeff, target=entropy_target)
         self.router_coeff, self.target_kl, self.packing = router_coeff, target_kl, packing
         if router_coeff:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 NOT_USERS = (
     "<frozen",
+    "<string>",  # methods that dataclasses generate
     *(f"{ROOT / part}/" for part in ("conf", "envs", "policies", "trainer")),
     *LIBRARIES,
 )

@@ -1,7 +1,7 @@
 """vLLM in this process as sampler and scorer: ids in, ids and log-probs out.
 
 A `VLLMEngine` takes the place of TransformersWrapper's Scorer. Prompts and sequences are token ids;
-text is used for stop texts only. Only this file imports vllm; the engine gets weights by reference.
+text is used for stop texts only. The engine gets weights by reference.
 An engine in another process or on another host: vllm_server.py.
 """
 

@@ -4,10 +4,10 @@ import contracts
 import mutants
 import pytest
 
-ROOMS = [m.check for m in mutants.MUTANTS if m.check.__module__ == "mutant_checks"]
+CHECKS = [m.check for m in mutants.MUTANTS if m.check.__module__ == "mutant_checks"]
 
 
-@pytest.mark.parametrize("check", [*contracts.CONTRACTS, *ROOMS], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", [*contracts.CONTRACTS, *CHECKS], ids=lambda c: c.__name__)
 def test_check_holds(check) -> None:
     check()
 

@@ -9,6 +9,7 @@ which mutants are killed; a survivor is exit code 1.
 import json
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    folders = project["tool"]["pytest"]["ini_options"]["pythonpath"]
+    sys.path[:0] = [str(root / folder) for folder in folders]
 
 import contracts
-import mutant_checks as rooms
+import mutant_checks as checks
 import numpy as np
 import pytest
 import torch
@@ -408,22 +412,26 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("experts balanced over all rows", is_that_of_the_loop, "policies.scorer:imbalance"),
     ("the generator over the trainer", CORRECTED, "trainer.importance_sampling:correction"),
     ("global generator", contracts.same_seed, "policies.sampler:uniforms"),
-    ("any code may be named", rooms.targets, "conf.check:_targets"),
-    ("any key on a resume", rooms.resume, "conf.resume:is_among"),
-    ("another run's job", rooms.sweep, "conf.resume:differences"),
-    ("a dead run goes on", rooms.launch, "trainer.runs.launch:close_status"),
-    ("an unverified checkpoint", rooms.checkpoint, "trainer.checkpoint:read_state"),
-    ("markup in a report", rooms.report, "trainer.pages.page:_TEMPLATES"),
-    ("iterations logged twice", rooms.tracker, "trainer.pages.trackers.jsonl:_drop_after"),
-    ("secrets shown", rooms.secrets, "trainer.runs.redact:is_secret"),
-    ("cells without a text", rooms.data, "envs.data:Table.text"),
-    ("a reward fails in silence", rooms.reward, "envs.rewards.rewarded:Rewarded._tell"),
-    ("a tool's state forged", rooms.tool, "envs.transforms.tools:Tool.__call__"),
-    ("a sandbox without limits", rooms.sandbox, "envs.sandbox:Sandbox.__init__"),
-    ("a stale engine", rooms.stale_engine, "trainer.weight_sync:_check_arrived"),
-    ("an engine's lost weights", rooms.fresh_engine, "trainer.weight_sync:_check_unchanged"),
-    ("shards restored as zeros", rooms.shards, "policies.models.sharding:Shards.scatter"),
-    ("preflight says it only", rooms.preflight, "trainer.modes.preflight.profile:Findings.problem"),
+    ("any code may be named", checks.targets, "conf.check:_targets"),
+    ("any key on a resume", checks.resume, "conf.resume:is_among"),
+    ("another run's job", checks.sweep, "conf.resume:differences"),
+    ("a dead run goes on", checks.launch, "trainer.runs.launch:close_status"),
+    ("an unverified checkpoint", checks.checkpoint, "trainer.checkpoint:read_state"),
+    ("markup in a report", checks.report, "trainer.pages.page:_TEMPLATES"),
+    ("iterations logged twice", checks.tracker, "trainer.pages.trackers.jsonl:_drop_after"),
+    ("secrets shown", checks.secrets, "trainer.runs.redact:is_secret"),
+    ("cells without a text", checks.data, "envs.data:Table.text"),
+    ("a reward fails in silence", checks.reward, "envs.rewards.rewarded:Rewarded._tell"),
+    ("a tool's state forged", checks.tool, "envs.transforms.tools:Tool.__call__"),
+    ("a sandbox without limits", checks.sandbox, "envs.sandbox:Sandbox.__init__"),
+    ("a stale engine", checks.stale_engine, "trainer.weight_sync:_check_arrived"),
+    ("an engine's lost weights", checks.fresh_engine, "trainer.weight_sync:_check_unchanged"),
+    ("shards restored as zeros", checks.shards, "policies.models.sharding:Shards.scatter"),
+    (
+        "preflight says it only",
+        checks.preflight,
+        "trainer.modes.preflight.profile:Findings.problem",
+    ),
 ]
 MUTANTS = [Mutant(*row) for row in ROWS]
 

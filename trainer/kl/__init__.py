@@ -1,1 +1,1 @@
-"""The KL to the reference: estimators, leash, controllers, reference, frontier."""
+"""The KL: estimators, leash, controllers, reference, hints, frontier, efficiency."""

@@ -42,7 +42,8 @@ class Estimator:
     `needs`: "samples" (the log-ratio), "ratio" (curr and gen) or "vocabulary" (full_kl); the reward
     has samples only. `refused`: reason and remedy for each place in which the expected gradient is
     not that of a KL; kl.allow_biased=true allows the pair if the place has what it needs.
-    `mixture` selects full_kl, logged as kl/ref_<metric>: see `TokenDistribution.scores`.
+    `mixture` selects full_kl (`TokenDistribution.scores`), which is logged as kl/ref_<metric> or
+    kl/teacher_<metric>.
     """
 
     term: Callable[[TokenKL], Tensor]

@@ -1,5 +1,6 @@
 """Prompts with a hint, for a reference that knows more than the policy (self-distillation)."""
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -7,8 +8,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from policies.padding import pad, pad_mask, unpad
-
-RESPONSE = ("masks", "all_response_mask")
+from policies.scorer import max_positions
+from trainer.batch import RESPONSE
 
 
 class Hint:
@@ -21,6 +22,8 @@ class Hint:
 
     def __init__(self, text: str, *, env: Any, policy: Any) -> None:
         self.text, self.env, self.policy = text, env, policy
+        for row in islice(env.task.rows("train"), 1):
+            self._hinted(row)  # finds a cell that rows lack before a response is sampled
 
     def __call__(self, batch: TensorDictBase) -> TensorDict:
         """Return tokens, masks, temperature and group_id of the rows with a hint, [B, T]."""
@@ -31,6 +34,10 @@ class Hint:
         ids = pad([torch.cat(pair) for pair in pairs])  # [B, t]
         sizes = [len(each) for each in prompts]
         total = [a + len(b) for a, b in zip(sizes, responses, strict=True)]
+        limit = max_positions(self.policy.scorer.model)
+        if limit is not None and max(total) > limit:
+            text = f"a chat with the hint has {max(total)} tokens, the model takes {limit}"
+            raise ValueError(f"{text}; shorten the hint or lower policy.max_prompt_tokens")
         attention = pad_mask(total, device=ids.device)  # [B, t]
         first = torch.tensor(sizes, device=ids.device).unsqueeze(-1)  # [B, 1]
         response = attention & (torch.arange(ids.shape[1], device=ids.device) >= first)  # [B, t]

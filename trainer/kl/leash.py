@@ -52,6 +52,9 @@ class Leash:
     def __post_init__(self) -> None:
         options = {"allow_biased": self.allow_biased, "section": self.names.section}
         check_place(self.where, self.estimator, **options)
+        if self.teacher is not None and (self.name, self.teacher.name) != ("ref", "teacher"):
+            got = f"{self.name!r} and {self.teacher.name!r}"
+            raise ValueError(f'expected the names "ref" and, of its teacher, "teacher", got {got}')
         exact = [f"{each.names.section}.estimator" for each in self.each if each.needs_reference]
         if len(exact) > 1:
             text = "expected one exact divergence, because the update reads one reference"
@@ -68,9 +71,9 @@ class Leash:
         return [self] if self.teacher is None else [self, self.teacher]
 
     @property
-    def reader(self) -> "Leash":
-        """Return the leash whose reference the update may read, else this one."""
-        return next((each for each in self.each if each.needs_reference), self)
+    def exact_leash(self) -> "Leash | None":
+        """Return the leash whose reference the update reads, for an exact divergence."""
+        return next((each for each in self.each if each.needs_reference), None)
 
     @property
     def coeff(self) -> float:
@@ -85,12 +88,15 @@ class Leash:
     @property
     def mixture(self) -> float:
         """Return the mixture of the exact divergence (`TokenDistribution.scores`)."""
-        return self.reader._estimator.mixture
+        exact = self.exact_leash
+        return 1.0 if exact is None else exact._estimator.mixture
 
     def exact(self, scores: Scores) -> dict[str, Tensor]:
         """Return the exact divergence [B, T] by the name of its metric, or {} if not computed."""
-        kl, of = scores.full_kl, self.reader
-        return {} if kl is None else {f"kl/{of.name}_{of._estimator.metric}": kl.detach()}
+        kl, exact = scores.full_kl, self.exact_leash
+        if kl is None or exact is None:
+            return {}
+        return {f"kl/{exact.name}_{exact._estimator.metric}": kl.detach()}
 
     @property
     def _estimator(self) -> Estimator:
@@ -162,9 +168,12 @@ class Leash:
 
 def charged_in_reward(leash: Leash, batch: TensorDictBase) -> set[str]:
     """Return the loss names of the KLs that `charge_reward` left nothing of to the loss."""
-    left = {each.names.loss: batch.get(each.names.left, None) for each in leash.each}  # [B] each
-    # Waits for the device.
-    return {name for name, of in left.items() if of is not None and not bool(of.any())}
+    charged = set()
+    for each in leash.each:
+        left = batch.get(each.names.left, None)  # [B]
+        if left is not None and not bool(left.any()):  # waits for the device
+            charged.add(each.names.loss)
+    return charged
 
 
 def check_charged(leash: Leash, *, in_reward: Collection[str], in_loss: Collection[str]) -> None:

@@ -10,8 +10,8 @@ from policies.models.weights import weights_of
 from policies.padding import predicted
 from policies.protocols import Policy
 from policies.scorer import LOCAL, Scorer, score_in_parts
-from trainer.batch import LEASHES
-from trainer.kl.hints import RESPONSE, Hint
+from trainer.batch import LEASHES, RESPONSE
+from trainer.kl.hints import Hint
 
 MAX_BYTES = 2**28  # of ref_states; scoring and update have up to three times as much at once
 
@@ -125,7 +125,7 @@ class NoReference:
     scorer = None
     sha256 = ""
 
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+    def __call__(self, batch: TensorDictBase, *, keep_states: bool = False) -> TensorDictBase:
         """Return the batch."""
         return batch
 

@@ -2,7 +2,7 @@
 
 python -m trainer.pages <run or sweep folder>                 # its page
 python -m trainer.pages <run or sweep folder> --svg run.svg   # only the picture
-python -m trainer.pages <run or sweep folder> --frontier         # sample its reference first
+python -m trainer.pages <run or sweep folder> --frontier      # sample its reference first
 python -m trainer.pages outputs                               # the pages of all runs below
 python -m trainer.pages <run> <run or sweep> ...              # compare.html in this folder
 """

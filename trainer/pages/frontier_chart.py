@@ -286,7 +286,7 @@ def _error(run: Run, suffix: str) -> str:
 
 
 def split_caption(run: Run) -> str:
-    """Return what the KL of the last evaluation with a split changed (kl_split.py), "" without."""
+    """Return what the KL changed, by the last split (trainer/kl/split.py), or "" without one."""
     parts = {name: run.last(f"kl/{name}") for name in PARTS}
     if None in parts.values():
         return ""

@@ -218,7 +218,10 @@ def grouped(jobs: Sequence[Job]) -> list[Setting]:
 
 def comparable(jobs: Sequence[Job]) -> bool:
     """Return whether all jobs share the start model, the task and the evaluation."""
-    keys = ("policy", "env", "eval", "kl.reference", "kl.reference_temperature", "kl.refresh_every")
+    keys = ["policy", "env", "eval"]
+    keys += [
+        f"kl.{name}" for name in ("reference", "reference_temperature", "hint", "refresh_every")
+    ]
     runs = [job.run for job in jobs if job.run.metrics]
     seen = {
         json.dumps([run.experiment, *(dig(run.config, *key.split(".")) for key in keys)])

@@ -155,8 +155,8 @@ class Rank:
         for weight, bucket in self.buckets.items():
             weight.grad = bucket
         layout = layout_of(rows, tokens)
-        reader = self.leash.reader
-        exact = self.references.get(reader.name) if reader.needs_reference else None
+        leash = self.leash.exact_leash
+        exact = None if leash is None else self.references.get(leash.name)
         work = partial(inside, self.scorer, lambda: self._loss(layout, exact))
         (work() if exact is None else inside(exact, work)).backward()
         self.scorer.eval()

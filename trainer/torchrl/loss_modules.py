@@ -15,6 +15,7 @@ from torch import Tensor
 from policies.padding import predicted
 from policies.scorer import Scores
 from policies.wrappers.wrapper import LLMWrapperBase
+from trainer.batch import RESPONSE
 from trainer.kl.controllers import ConstantKLController
 from trainer.kl.estimators import k3
 from trainer.kl.leash import Leash
@@ -32,7 +33,6 @@ from trainer.torchrl.loss_inputs import (
 
 DISTS = {"sft": "_get_sft_dist", "rlhf": "_get_rlhf_dist", "generic": "_get_generic_dist"}
 AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "constant", "none")
-RESPONSE = ("masks", "all_response_mask")
 NO_LEASH = Leash(ConstantKLController(kl_coef=0.0))  # these losses have separate KL keys
 TINY = torch.finfo(torch.float32).tiny
 

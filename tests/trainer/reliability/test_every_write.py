@@ -2,7 +2,7 @@
 
 The writes are those that happen, counted while they happen; of each kind the first and the last
 have their turn, in a fork of this process. A run goes on as if nothing had happened; what a mode
-writes is there whole or not at all. The page is drawn by another process (tests/test_live_page.py),
+writes is there whole or not at all. Another process draws the page;
 config.yaml is the parent's (tests/trainer/runs/test_launch.py).
 """
 
