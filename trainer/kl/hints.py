@@ -59,11 +59,12 @@ class Hint:
         return [by_group[group] for group in groups]
 
     def _hinted(self, row: dict[str, Any]) -> dict[str, Any]:
+        cells = {**(row.get("columns") or {}), **row}  # also the columns of a data set
         try:
-            text = self.text.format(**row)
-        except (AttributeError, IndexError, LookupError, ValueError) as error:
-            cells = f"expected a hint of the cells {', '.join(row)} of a row"
-            raise ValueError(f"{cells}, got {self.text!r} ({error})") from error
+            text = self.text.format(**cells)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            known = f"expected a hint of the cells {', '.join(cells)} of a row"
+            raise ValueError(f"{known}, got {self.text!r} ({error})") from error
         messages = list(row["messages"])
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
         last = users[-1] if users else len(messages) - 1
