@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,8 @@ def test_without_an_evaluation_the_objective_is_the_last_reward(tmp_path, monkey
 
     def exact(loop: Trainer) -> None:
         loop.evaluate.plans.clear()
-        loop.update.reference = body = loop.retrieve_kl.scorer  # as the exact KL has it
+        loop.update.leash = replace(loop.update.leash, estimator="full")
+        loop.update.reference = body = loop.retrieve_kl.scorer
         body.model.base_model.register_forward_hook(lambda *_: passes.append(1))
 
     train(tmp_path, change=exact, epochs=2)
