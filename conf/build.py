@@ -13,6 +13,8 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+import policies
+import trainer
 from envs.tasks.task import rewards_anything
 from trainer.kl.controllers import CONTROLLERS, KLControllerBase
 
@@ -197,8 +199,6 @@ def make_references(cfg: DictConfig, policy: Any, env: Any) -> dict[str, Any]:
 
     Their micro-batches have the size of the update's micro-batches.
     """
-    import policies
-    import trainer
 
     def make(section: DictConfig, name: str, *, every: int = 0, decay: float = 0.0) -> Any:
         options = {"temperature_factor": section.reference_temperature, "moves": every > 0}
@@ -221,8 +221,6 @@ def make_references(cfg: DictConfig, policy: Any, env: Any) -> dict[str, Any]:
 
 def custom_observers(cfg: DictConfig, runtime: Any, more: Iterable[Any] = ()) -> list[Any]:
     """Build the user's observers on rank 0, before a model is loaded."""
-    import trainer
-
     at = {"runtime": runtime, "folder": runtime.folder}
     nodes = [node for node in cfg.observers.values() if node] if runtime.is_main else []
     custom = [*(build({"_convert_": "all", **node}, **at) for node in nodes), *more]
@@ -233,7 +231,6 @@ def custom_observers(cfg: DictConfig, runtime: Any, more: Iterable[Any] = ()) ->
 
 def make_observers(cfg: DictConfig, runtime: Any, custom: Iterable[Any]) -> Any:
     """Build the observers of rank 0: the user's own, then tracker, report and terminal."""
-    import trainer
     from trainer.pages import diagnosis, display, live
 
     if not runtime.is_main:
