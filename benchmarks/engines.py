@@ -49,7 +49,7 @@ def main() -> None:
     args = words.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     policy = load_policy(args.model)
-    last = policy.model.config.vocab_size - 1  # ends no reply that is likely
+    last = policy.model.config.vocab_size - 1  # ends no response that is likely
     engine = make_vllm_generator(policy, folder=Path(mkdtemp()))
     print(f"{args.model}, {args.prompts} prompts, {torch.get_num_threads()} threads")
     synced = [seconds(lambda: weight_sync(policy, engine)) for _ in range(args.times)]

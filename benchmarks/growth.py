@@ -1,9 +1,10 @@
 """Measure how CPU seconds and peak memory grow with the size of a batch, and fit the exponents.
 
     OMP_NUM_THREADS=1 THP_MEM_ALLOC_ENABLE=1 python -m benchmarks.growth
-        [--axes reply group] [--largest 512] [--autocast bfloat16] [--checkpointing] [--repeats 1]
+        [--axes response group] [--largest 512] [--autocast bfloat16] [--checkpointing] [--repeats
+        1]
 
-A Qwen2 with random weights and no EOS, so every reply has its full length. One axis grows at a
+A Qwen2 with random weights and no EOS, so every response has its full length. One axis grows at a
 time, to `--largest` at most; the others stay at their base. The phases are those of an iteration:
 the rollout, the scores of a reference, the update's forwards and backwards with the gradients.
 Memory is the growth of the process's resident bytes (Linux) during a phase; a run of leash has the
@@ -27,9 +28,9 @@ from policies.random import fold
 from policies.sampler import Stop, sample
 from policies.scorer import Scorer, score_in_parts
 
-PROMPT, BASE = 64, {"reply": 128, "group": 4, "vocabulary": 32_000, "prompts": 2}
+PROMPT, BASE = 64, {"response": 128, "group": 4, "vocabulary": 32_000, "prompts": 2}
 AXES = {
-    "reply": [64, 128, 256, 512, 1024, 2048, 4096],
+    "response": [64, 128, 256, 512, 1024, 2048, 4096],
     "group": [4, 8, 16, 32, 64],
     "vocabulary": [8_000, 16_000, 32_000, 64_000, 152_000],
     "prompts": [2, 4, 8, 16],
@@ -47,17 +48,17 @@ def cost(work: Callable[[], object]) -> tuple[float, float]:
 
 def measure(scorer: Scorer, sizes: dict[str, int], limit: int) -> list[tuple[float, float]]:
     """Return the cost of each phase for one batch; `limit` is trainer.micro_batch_tokens."""
-    reply, vocabulary = sizes["reply"], sizes["vocabulary"]
+    response, vocabulary = sizes["response"], sizes["vocabulary"]
     group = torch.arange(sizes["prompts"]).repeat_interleave(sizes["group"])  # [B]
     prompts = torch.randint(vocabulary, (sizes["prompts"], PROMPT))[group]
-    tokens = torch.cat([prompts, torch.randint(vocabulary, (len(group), reply))], -1)
+    tokens = torch.cat([prompts, torch.randint(vocabulary, (len(group), response))], -1)
     mask = torch.ones_like(tokens, dtype=torch.bool)
-    keep = mask & (torch.arange(PROMPT + reply) >= PROMPT)
+    keep = mask & (torch.arange(PROMPT + response) >= PROMPT)
     streams, stop = fold(0, torch.arange(len(group))), Stop(frozenset())
 
     def rollout() -> None:
         with scorer.eval().precision():
-            sample(scorer.model, prompts, streams=streams, stop=stop, max_new_tokens=reply)
+            sample(scorer.model, prompts, streams=streams, stop=stop, max_new_tokens=response)
 
     @torch.no_grad()
     def score() -> None:
@@ -104,7 +105,7 @@ def main() -> None:
             if args.checkpointing:
                 model.activation_checkpointing_enable({"use_reentrant": False})
             scorer = Scorer(model, autocast=dtype)
-            measure(scorer, sizes | {"reply": 4}, args.limit)  # one-time allocations
+            measure(scorer, sizes | {"response": 4}, args.limit)  # one-time allocations
             runs = [measure(scorer, sizes, args.limit) for _ in range(args.repeats)]
             costs.append([min(v) for p in zip(*runs, strict=True) for v in zip(*p, strict=True)])
         cells = [cell(points, v, 2 - 2 * (i % 2)) for i, v in enumerate(zip(*costs, strict=True))]

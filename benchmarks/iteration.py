@@ -46,7 +46,7 @@ CASES = {  # name: overrides, threads
     "bfloat16": (BF16, 2),
     "float32": (f"{SMOLLM} policy.autocast=null", 2),
     "full": (f"{BF16} algorithm=grpo_full kl.estimator=full", 2),  # TRL has no exact KL
-    "replies": (f"{BF16} policy.max_new_tokens=128", 2),
+    "responses": (f"{BF16} policy.max_new_tokens=128", 2),
     "prompts": (f"{BF16} env=answers env.dataset={{long}} env.split=8", 2),
     "group": (f"{BF16} algorithm.group_size=64 trainer.prompts_per_iteration=2", 2),
     "ppo": (f"{PPO} algorithm.group_size=8 trainer.prompts_per_iteration=8", 2),
@@ -130,10 +130,13 @@ def floor(
     shape = AutoConfig.from_pretrained(model)
     dtype = getattr(torch, config["policy"]["autocast"] or config["policy"]["dtype"])
     prompts = config["trainer"]["prompts_per_iteration"]
-    replies = prompts * config["algorithm"]["group_size"]
+    responses = prompts * config["algorithm"]["group_size"]
     length = fmean(row["response/length_mean"] for row in logged)
-    replied = round(replies * length)
-    read = round(logged[-1]["progress/tokens"] / len(logged) / replies - length) * prompts + replied
+    responded = round(responses * length)
+    read = (
+        round(logged[-1]["progress/tokens"] / len(logged) / responses - length) * prompts
+        + responded
+    )
     layers = [torch.randn(size, dtype=dtype) for size in linear_sizes(shape)]
     head = torch.randn(shape.vocab_size, shape.hidden_size, dtype=dtype)
 
@@ -155,12 +158,12 @@ def floor(
                 product(1, y, weight), product(1, y.T, x)
 
     def work() -> None:
-        products(read - replied, layers)
+        products(read - responded, layers)
         for _ in range(round(length) - 1):
-            products(replies, [*layers, head])
+            products(responses, [*layers, head])
         for backward in (False, True):
             products(read, layers, backward=backward)
-            products(replied, [head], backward=backward)
+            products(responded, [head], backward=backward)
 
     return seconds(work, 3)
 

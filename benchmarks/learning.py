@@ -43,7 +43,7 @@ HUES = (*HUES, "#9467bd", "#e0245e", "#2a9d8f")
 PANELS = (  # metric, title, iterations averaged per point
     ("eval/sampled_accuracy", "held-out accuracy, sampled", 1),
     ("reward/raw_mean", "reward", 5),
-    ("kl/ref_sequence", "KL to the start, nats a reply", 5),
+    ("kl/ref_sequence", "KL to the start, nats a response", 5),
 )
 EVALUATIONS = 8
 WIDTH, HEIGHT, TOP, LEFT = 330, 240, 34, 44  # of a panel, and its margins, in pixels

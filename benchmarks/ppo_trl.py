@@ -63,7 +63,7 @@ def train(config: Mapping[str, Any], start: Path, folder: Path) -> None:
         tokens = 0
 
         def body(self, attention_mask: Any, **_: Any) -> SimpleNamespace:
-            self.tokens = int(attention_mask.sum())  # of prompts and replies
+            self.tokens = int(attention_mask.sum())  # of prompts and responses
             return SimpleNamespace(hidden_states=[torch.zeros(*attention_mask.shape, 1)])
 
         def score(self, hidden: Any) -> Any:

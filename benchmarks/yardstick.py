@@ -165,7 +165,7 @@ def judge(place: Path, case: Case, words: Sequence[str]) -> None:
     """Evaluate both models of a seed with leash; write all results of each to record.json."""
     ours = place / "leash" / "run"
     config = yaml.safe_load((ours / "config.yaml").read_text())
-    replies = config["trainer"]["prompts_per_iteration"] * config["algorithm"]["group_size"]
+    responses = config["trainer"]["prompts_per_iteration"] * config["algorithm"]["group_size"]
     for library in LIBRARIES:
         folder = place / library
         model = [f"policy.model={folder / 'run' / 'model'}"]
@@ -176,7 +176,7 @@ def judge(place: Path, case: Case, words: Sequence[str]) -> None:
         record = {
             **run,
             "library": library,
-            "points": [vars(p) for p in points(rows, run["times"], replies=replies)],
+            "points": [vars(p) for p in points(rows, run["times"], responses=responses)],
             "logged_kl": logged_kl(rows, window=case.window),
             "eval": evaluate(folder / "eval", case, overrides),
             "before": evaluate(place.parent / "before", case, words),
@@ -188,7 +188,7 @@ def judge(place: Path, case: Case, words: Sequence[str]) -> None:
 
 
 def evaluate(folder: Path, case: Case, words: Sequence[str]) -> dict[str, Any]:
-    """Return the metrics of mode=evaluate for sampled replies, with the same random streams."""
+    """Return the metrics of mode=evaluate for sampled responses, with the same random streams."""
     path = folder / "eval.json"
     if not path.is_file():
         mode = ["mode=evaluate", "seed=0", f"eval.num_samples={case.samples}", "eval.greedy=true"]

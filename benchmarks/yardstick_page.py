@@ -23,8 +23,8 @@ class Case:
     """An experiment with overrides that both libraries train, and its evaluation.
 
     `window`: iterations averaged in a reward; `goal`: the reward to reach; `samples`, `frontier`:
-    replies to each held-out prompt, of a model and of the reference; `peer`: the module that trains
-    with TRL.
+    responses to each held-out prompt, of a model and of the reference; `peer`: the module that
+    trains with TRL.
     """
 
     title: str
@@ -40,34 +40,34 @@ class Case:
 
 @dataclass(frozen=True)
 class Point:
-    """An iteration: seconds since the start and of the processors, replies so far, mean reward."""
+    """An iteration: seconds since the start and of processors, responses so far, mean reward."""
 
     seconds: float
     cpu: float
-    replies: int
+    responses: int
     reward: float
 
 
 def points(
-    rows: Sequence[dict[str, Any]], times: Sequence[tuple[float, float]], *, replies: int
+    rows: Sequence[dict[str, Any]], times: Sequence[tuple[float, float]], *, responses: int
 ) -> list[Point]:
-    """Return the iterations of a log of either library, `replies` in each.
+    """Return the iterations of a log of either library, `responses` in each.
 
-    >>> points([{"progress/iteration": 0}, {"reward/raw_mean": 0.5}], [(1, 1), (3, 2)], replies=8)
-    [Point(seconds=3, cpu=2, replies=8, reward=0.5)]
-    >>> points([{"step": 1, "reward": 0.5}, {"train_loss": 0.1}], [(2, 1), (3, 1)], replies=8)
-    [Point(seconds=2, cpu=1, replies=8, reward=0.5)]
+    >>> points([{"progress/iteration": 0}, {"reward/raw_mean": 0.5}], [(1, 1), (3, 2)], responses=8)
+    [Point(seconds=3, cpu=2, responses=8, reward=0.5)]
+    >>> points([{"step": 1, "reward": 0.5}, {"train_loss": 0.1}], [(2, 1), (3, 1)], responses=8)
+    [Point(seconds=2, cpu=1, responses=8, reward=0.5)]
     """
     seen = [
         (at, row.get("reward/raw_mean", row.get("reward")))
         for row, at in zip(rows, times, strict=True)
     ]
     logged = [(at, reward) for at, reward in seen if reward is not None]
-    return [Point(*at, (i + 1) * replies, reward) for i, (at, reward) in enumerate(logged)]
+    return [Point(*at, (i + 1) * responses, reward) for i, (at, reward) in enumerate(logged)]
 
 
 def logged_kl(rows: Sequence[dict[str, Any]], *, window: int) -> float:
-    """Return k3 from a library's log in nats per reply, a mean over the last iterations.
+    """Return k3 from a library's log in nats per response, a mean over the last iterations.
 
     Both log the mean over tokens (TRL weighted by the ratio, 1 on policy), here times the length.
     """
@@ -81,7 +81,7 @@ def smooth(run: Record, window: int) -> list[Point]:
     curve = [Point(**point) for point in run["points"]]
     rewards = [point.reward for point in curve]
     return [
-        Point(p.seconds, p.cpu, p.replies, fmean(rewards[max(0, i + 1 - window) : i + 1]))
+        Point(p.seconds, p.cpu, p.responses, fmean(rewards[max(0, i + 1 - window) : i + 1]))
         for i, p in enumerate(curve)
     ]
 
@@ -137,12 +137,12 @@ def table(case: Case, runs: Sequence[Record], frontier: Frontier) -> str:
          lambda r: r["eval"][ACCURACY], ".3f"),
         (f"held-out accuracy, greedy (before: {before['greedy']:.3f})",
          lambda r: r["eval"]["greedy"], ".3f"),
-        ("KL of these replies to the reference, nats per reply",
+        ("KL of these responses to the reference, nats per response",
          lambda r: r["eval"][EVAL_KL], ".2f"),
         ("KL efficiency (1: the least possible KL)", share, ".2f"),
-        (f"k3 in its own log, last {case.window} iterations, nats per reply",
+        (f"k3 in its own log, last {case.window} iterations, nats per response",
          lambda r: r["logged_kl"], ".2f"),
-        (f"replies until the reward is {case.goal:g}", at("replies"), ",.0f"),
+        (f"responses until the reward is {case.goal:g}", at("responses"), ",.0f"),
         (f"seconds until the reward is {case.goal:g}", at("seconds"), ".0f"),
         ("seconds per iteration, after the first", lambda r: pace(r, "seconds"), ".2f"),
         ("CPU seconds per iteration, after the first", lambda r: pace(r, "cpu"), ".2f"),
@@ -160,7 +160,7 @@ def table(case: Case, runs: Sequence[Record], frontier: Frontier) -> str:
 
 
 def charts(case: Case, runs: Sequence[Record]) -> list[str]:
-    """Return the reward of a case against seconds and against replies, means of the seeds."""
+    """Return the reward of a case against seconds and against responses, means of the seeds."""
     curves = {}
     for library in LIBRARIES:
         each = [smooth(run, case.window) for run in runs if run["library"] == library]
@@ -169,7 +169,10 @@ def charts(case: Case, runs: Sequence[Record]) -> list[str]:
             for at in zip(*each, strict=False)
         ]
     out = []
-    for field, label in (("seconds", "seconds since the start"), ("replies", "replies sampled")):
+    for field, label in (
+        ("seconds", "seconds since the start"),
+        ("responses", "responses sampled"),
+    ):
         series = [
             Series(library, [(getattr(p, field), p.reward) for p in curve], hue=hue)
             for hue, (library, curve) in enumerate(curves.items())

@@ -20,7 +20,7 @@ import yaml
 
 from conf.build import make_task
 from envs.rewards.validate import compute_rewards
-from envs.tasks.task import Reply, Row, Task
+from envs.tasks.task import Response, Row, Task
 from trainer.optimizer import make_schedule
 from trainer.sources import pick_rows
 
@@ -63,12 +63,12 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if (estimator := config["kl"]["estimator"]) not in KL:
         raise ValueError(f"expected kl.estimator in {sorted(KL)}, as in TRL, got {estimator}")
     algorithm, trainer = config["algorithm"], config["trainer"]
-    replies = trainer["prompts_per_iteration"] * algorithm["group_size"]
+    responses = trainer["prompts_per_iteration"] * algorithm["group_size"]
     parts = algorithm["minibatches"]
     return {
         **shared_settings(config),
         "num_generations": algorithm["group_size"],
-        "per_device_train_batch_size": replies // parts,  # the full minibatch: no split
+        "per_device_train_batch_size": responses // parts,  # the full minibatch: no split
         "steps_per_generation": parts,
         "num_iterations": algorithm["epochs"],
         "max_steps": trainer["num_iterations"] * algorithm["epochs"] * parts,
@@ -140,7 +140,7 @@ def reward_of(
 ) -> Callable[..., list[float]]:
     """Return a task's reward as a reward function of TRL, which reads the column `row`.
 
-    A reply is complete if its last token is one of `ends()`.
+    A response is complete if its last token is one of `ends()`.
     """
 
     def reward(
@@ -148,11 +148,13 @@ def reward_of(
         row: Sequence[int], **_: Any,
     ) -> list[float]:  # fmt: skip
         stops = set(ends())
-        replies = [
-            Reply(completion[0]["content"], bool(ids) and ids[-1] in stops, [*prompt, *completion])
+        responses = [
+            Response(
+                completion[0]["content"], bool(ids) and ids[-1] in stops, [*prompt, *completion]
+            )
             for prompt, completion, ids in zip(prompts, completions, completion_ids, strict=True)
         ]
-        return [reward.total for reward in compute_rewards(task, [rows[i] for i in row], replies)]
+        return [reward.total for reward in compute_rewards(task, [rows[i] for i in row], responses)]
 
     return reward
 

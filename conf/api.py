@@ -38,7 +38,7 @@ def train(
 ) -> Run:
     """Train a chat model on rows in this process; return its run: `.folder`, `.metrics`, `.status`.
 
-    `reward`: a function of (row, reply), a reward function of TRL, or several by name; None for
+    `reward`: a function of (row, response), a reward function of TRL, or several by name; None for
     SFT. A row is a text or has a "prompt", "question" or "messages"; the reward gets its other
     cells in row["columns"]. A tenth of the rows is held out without `eval_rows`. `observers`:
     trainer.Observer objects. `overrides`: keys of the configuration, `kl={"coeff": 0.1}`,

@@ -251,5 +251,7 @@ def make_observers(cfg: DictConfig, runtime: Any, custom: Iterable[Any]) -> Any:
 def make_tracker(cfg: DictConfig, folder: Path) -> Any:
     """Build the tracker of a run folder."""
     options = {"folder": str(folder), "config": OmegaConf.to_container(cfg)}
-    node = {key: value for key, value in cfg.tracker.items() if key != "replies"}  # key of the loop
+    node = {
+        key: value for key, value in cfg.tracker.items() if key != "responses"
+    }  # key of the loop
     return build(node, **options, resume=cfg.resume is not None)

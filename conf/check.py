@@ -36,9 +36,9 @@ PACKAGES = ("policies.", "envs.", "trainer.")  # of leash
 
 def check(cfg: Config) -> None:
     """Raise ValueError with the first fault of a resolved configuration."""
-    replies = _replies if cfg["algorithm"]["rows"] == "prompts" else _no_replies
+    responses = _responses if cfg["algorithm"]["rows"] == "prompts" else _no_responses
     first = (_targets, _undeclared, schema.faults, _training, _lora, _dry_run, _ranks)
-    rules = (*first, _evaluations, replies, _leash, _distil, _packages_and_models, _parts, _task)
+    rules = (*first, _evaluations, responses, _leash, _distil, _packages_and_models, _parts, _task)
     for rule in rules:
         for fault in rule(cfg):
             raise ValueError(fault)
@@ -148,7 +148,7 @@ def _evaluations(cfg: Config) -> Iterator[str]:
     of_start = kl["reference"] is None and kl["reference_temperature"] == 1 and kl["hint"] is None
     one_reference = kl["measure"] and not kl["refresh_every"] and of_start
     if frontier and not (frontier > 1 and samples and one_reference):
-        text = "sampled replies (eval.num_samples >= 1, eval.temperature=1) and one reference"
+        text = "sampled responses (eval.num_samples >= 1, eval.temperature=1) and one reference"
         also = "kl.measure=true, no kl.refresh_every, reference, reference_temperature or hint"
         yield f"eval.frontier={frontier} needs >= 2 {text} ({also}); leave it out"
 
@@ -219,8 +219,8 @@ def _distil(cfg: Config) -> Iterator[str]:
         yield f"algorithm=distil learns from the KL alone, got {wrong}; leave it out"
 
 
-def _no_replies(cfg: Config) -> Iterator[str]:
-    kl, algorithm, text = cfg["kl"], cfg["algorithm"], "this algorithm samples no replies"
+def _no_responses(cfg: Config) -> Iterator[str]:
+    kl, algorithm, text = cfg["kl"], cfg["algorithm"], "this algorithm samples no responses"
     none = {"coeff": 0, "measure": False, "controller": "constant"}
     if wrong := [key for key in none if kl[key] != none[key]]:
         instead = " ".join(f"kl.{key}={schema.word(none[key])}" for key in wrong)
@@ -231,7 +231,7 @@ def _no_replies(cfg: Config) -> Iterator[str]:
             yield f"{text}, which algorithm.{key} is for; leave it out"
 
 
-def _replies(cfg: Config) -> Iterator[str]:
+def _responses(cfg: Config) -> Iterator[str]:
     algorithm, size, policy = cfg["algorithm"], cfg["algorithm"]["group_size"], cfg["policy"]
     if cfg["trainer"]["overlap"] and not (policy["engine"] or {}).get("url"):
         why = "a server samples while this process trains"
@@ -242,7 +242,7 @@ def _replies(cfg: Config) -> Iterator[str]:
         yield f"a group baseline needs algorithm.group_size >= 2, got {size}: advantages are 0"
     if cfg["mode"] == "train":
         if policy["temperature"] <= 0:
-            yield "expected policy.temperature > 0, got 0: greedy replies of a group are the same"
+            yield "expected policy.temperature > 0, got 0: greedy responses of a group are the same"
         for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
             if policy[name] != off:
                 why = "its KL is not that of the samples, docs/kl.md#top-k-top-p-and-min-p"
@@ -253,7 +253,7 @@ def _replies(cfg: Config) -> Iterator[str]:
             yield f"{path} is of all {turns} turns; give {path}.max_tokens={limit * turns}"
     name, steps = algorithm.get("surrogate", "clip"), algorithm["epochs"] * algorithm["minibatches"]
     if isinstance(name, str) and SURROGATES[name].one_step and steps > 1:
-        text = f"algorithm.surrogate={name} has no ratio for replies of an older policy"
+        text = f"algorithm.surrogate={name} has no ratio for responses of an older policy"
         yield f"{text}, got {steps} steps a batch; set epochs=1 and minibatches=1"
 
 

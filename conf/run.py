@@ -86,7 +86,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
             checkpoints=trainer.Checkpoints(
                 runtime, policy, optimizer, reference=references["ref"], **cfg.checkpoint
             ),
-            num_logged_replies=cfg.tracker.get("replies", "0"),
+            num_logged_responses=cfg.tracker.get("responses", "0"),
             early_stopping=parts.early_stopping(),
             inputs=sha256_of_inputs(config),
             parts=trainer.resuming.stateful_parts(

@@ -1,10 +1,10 @@
 """GRPO by hand: the parts of leash in twenty lines of Python, without Hydra and without files.
 
-The tiny model is untrained, its replies are noise; digits are rewarded, so it learns digits.
+The tiny model is untrained, its responses are noise; digits are rewarded, so it learns digits.
 """
 
 from envs import ChatEnv
-from envs.tasks import Reply, Reward, Row, Task
+from envs.tasks import Response, Reward, Row, Task
 from envs.transforms import RetrieveKL
 from policies import TransformersWrapper, load_policy, load_reference
 from trainer import (
@@ -20,13 +20,13 @@ from trainer import (
 
 
 class Digits(Task):
-    """A reply earns the share of its characters that are digits."""
+    """A response earns the share of its characters that are digits."""
 
     def rows(self, split: str) -> list[Row]:
         return [{"messages": [{"role": "user", "content": f"Count to {n}."}]} for n in range(2, 10)]
 
-    def reward(self, row: Row, reply: Reply) -> Reward:
-        share = sum(c.isdigit() for c in reply.text) / max(len(reply.text), 1)
+    def reward(self, row: Row, response: Response) -> Reward:
+        share = sum(c.isdigit() for c in response.text) / max(len(response.text), 1)
         return Reward(total=share, parts={"digits": share}, success=share == 1)
 
 

@@ -14,7 +14,7 @@ from trainer.runs.run_files import load_run
 
 FOLDER = Path("multirun/optuna")
 EXPERIMENT = "grpo_tiny"
-KL_PRICE = 0.05  # of a nat per reply, in units of the objective
+KL_PRICE = 0.05  # of a nat per response, in units of the objective
 
 
 def objective(trial: optuna.Trial) -> float:

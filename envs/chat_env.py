@@ -1,4 +1,4 @@
-"""A chat as an environment: the prompt is the observation, the reply is the action.
+"""A chat as an environment: the prompt is the observation, the response is the action.
 
 P prompts are repeated G times in a row into B = P*G chats. A task defines the rows, the rewards
 and the next messages; without a task the env only keeps the conversation, and transforms (rewards,
@@ -34,7 +34,7 @@ from envs.chat_io import (
 from envs.data import is_file, load_table
 from envs.env import EnvBase, TransformedEnv
 from envs.rewards.validate import compute_rewards
-from envs.tasks.task import Reply, Reward, Task
+from envs.tasks.task import Response, Reward, Task
 from envs.transforms.tokenizer import IncrementalTokenizer
 from envs.transforms.transform import Compose
 from policies.chats.history import History
@@ -48,7 +48,7 @@ class ChatEnv(EnvBase):
     `reset` reads `row` [P] (dicts with "messages") or `data_key` [P] (texts, lists of messages or
     histories). It writes `group_id`, `turn` [B] and the prompt: always `history.prompt`, in tokens
     and text mode `tokens.prompt`, in text mode `text.prompt`. All turns keep the other input keys.
-    `step` reads the reply from `history.full`, `text.full` or `tokens.full` [B] and
+    `step` reads the response from `history.full`, `text.full` or `tokens.full` [B] and
     writes under "next": `reward` [B, 1], `reward_part.*`, `reward_errors`, `dropped`, `success`,
     `terminated`, `truncated`, `done` [B, 1] and the next turn's prompt.
 
@@ -137,7 +137,7 @@ class ChatEnv(EnvBase):
         return messages
 
     def rand_action(self, td: TensorDictBase) -> TensorDictBase:
-        """Write the reply "a string" to every chat."""
+        """Write the response "a string" to every chat."""
         return write_action(td, self.input_mode, self.renderer, self.policy_role)
 
     def _specs(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class ChatEnv(EnvBase):
         return [{"messages": chat} for chat in messages_of(values, self.user_role)]
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Reward the last reply of each chat and add the task's next messages."""
+        """Reward the last response of each chat and add the task's next messages."""
         views = (self.input_mode, self.renderer, self.policy_role)
         full, chats, parsed = read_action(tensordict, *views)
         size = len(parsed)
@@ -204,16 +204,16 @@ class ChatEnv(EnvBase):
             raise ValueError("step expected 'row', a key that reset writes, found none")
         rows = tensordict.get("row").tolist() if self.task is not None else [{}] * size
         turn = tensordict.get("turn", torch.zeros(size, dtype=torch.int64)).cpu() + 1  # [B]
-        replies = [
-            Reply(text=text, complete=complete, messages=chat)
+        responses = [
+            Response(text=text, complete=complete, messages=chat)
             for (text, complete), chat in zip(parsed, chats, strict=True)
         ]
-        rewards = self._rewards(rows, replies)
+        rewards = self._rewards(rows, responses)
         new: list[list[dict]] = [[]] * size  # messages of the task
         if self.task is not None:
-            new = [self.task.respond(*pair) for pair in zip(rows, replies, strict=True)]
+            new = [self.task.respond(*pair) for pair in zip(rows, responses, strict=True)]
         ended = torch.tensor([self.task is not None and not messages for messages in new])
-        cut = torch.tensor([not r.complete for r in replies])  # by the token limit
+        cut = torch.tensor([not r.complete for r in responses])  # by the token limit
         at_limit = (turn >= (self.max_turns or torch.inf)) & ~ended
         following = tensordict.select(*self._carried, strict=False).update(self._outcome(rewards))
         following.set("terminated", (ended & ~cut).unsqueeze(-1))
@@ -232,10 +232,10 @@ class ChatEnv(EnvBase):
     def _to_device(self, td: TensorDictBase) -> TensorDictBase:
         return td if self.device is None else td.to(self.device)
 
-    def _rewards(self, rows: list[dict], replies: list[Reply]) -> Sequence[Reward]:
+    def _rewards(self, rows: list[dict], responses: list[Response]) -> Sequence[Reward]:
         if self.task is None:
             return [Reward(total=0.0, parts={}, success=False)] * len(rows)
-        return compute_rewards(self.task, rows, replies)
+        return compute_rewards(self.task, rows, responses)
 
     def _outcome(self, rewards: Sequence[Reward]) -> TensorDict:
         """Return reward, its parts, errors and success of one turn, each [B, 1]."""
@@ -249,7 +249,7 @@ class ChatEnv(EnvBase):
         for parts in (sorted(reward.parts) for reward in rewards):
             if parts != self._parts:
                 raise ValueError(
-                    f"expected the reward parts {self._parts} of every reply, got {parts}; "
+                    f"expected the reward parts {self._parts} of every response, got {parts}; "
                     "return math.nan for a part that does not apply"
                 )
         for name in self._parts:

@@ -1,9 +1,9 @@
-"""Write prompts and read replies of an env as messages, text or tokens.
+"""Write prompts and read responses of an env as messages, text or tokens.
 
 Messages are authoritative in every input mode; texts and ids accompany them. Generation uses ids in
 which only the template opens or closes a turn. A text cannot tell the template's markup from that
 of a content, so text mode stores ids as well.
-Left out on purpose: replies that call tools in separate fields (tool_calls).
+Left out on purpose: responses that call tools in separate fields (tool_calls).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLICY_KEYS = (*MODES, "masks", "log_probs")  # written by a policy in every tur
 CONTAINERS = {"history": ChatHistory, "text": Text, "tokens": Tokens}
 
 Chat = list[dict[str, Any]]
-ParsedReply = tuple[str, bool]  # text of a reply, and whether its end-of-turn token ended it
+ParsedResponse = tuple[str, bool]  # text of a response, and whether its end-of-turn token ended it
 
 
 def write_prompt(
@@ -52,27 +52,29 @@ def render_prompt(renderer: Renderer, chat: Chat) -> Tensor:
 
 def read_action(
     td: TensorDictBase, mode: str, renderer: Any, role: str
-) -> tuple[History, list[Chat], list[ParsedReply]]:
-    """Return the chats with their replies as a history and as messages, and the replies."""
+) -> tuple[History, list[Chat], list[ParsedResponse]]:
+    """Return the chats with their responses as a history and as messages, and the responses."""
     if mode == "history":
         full = read_history(td, ("history", "full"))
         chats = full.chats()
         pairs = zip(chats, full.get("is_complete"), strict=True)
         return full, chats, [(chat[-1]["content"], bool(flags[-1])) for chat, flags in pairs]
-    parsed = read_replies(td, mode, renderer)
+    parsed = read_responses(td, mode, renderer)
     prompt = td.get(("history", "prompt"), None)
     if prompt is None:
         raise ValueError("step expected history.prompt, as reset and step give it, found none")
-    replies = [[{"role": role, "content": text, "is_complete": end}] for text, end in parsed]
-    full = prompt.extend(History.from_chats(replies), inplace=False, dim=-1)
+    responses = [[{"role": role, "content": text, "is_complete": end}] for text, end in parsed]
+    full = prompt.extend(History.from_chats(responses), inplace=False, dim=-1)
     return full, full.chats(), parsed
 
 
-def read_replies(td: TensorDictBase, mode: str, renderer: Any) -> list[ParsedReply]:
-    """Return the replies in an action, without prompts."""
+def read_responses(td: TensorDictBase, mode: str, renderer: Any) -> list[ParsedResponse]:
+    """Return the responses in an action, without prompts."""
     if mode == "history":
         return read_action(td, mode, renderer, "")[2]
-    return read_text_replies(td, renderer) if mode == "text" else read_token_replies(td, renderer)
+    return (
+        read_text_responses(td, renderer) if mode == "text" else read_token_responses(td, renderer)
+    )
 
 
 def read_history(td: TensorDictBase, key: tuple[str, ...]) -> History:
@@ -159,7 +161,7 @@ def messages_of(value: Any, role: str) -> list[list[dict[str, Any]]]:
 
 
 def write_action(td: TensorDictBase, mode: str, renderer: Any, role: str) -> TensorDictBase:
-    """Write the complete reply "a string" to every chat of td as an action."""
+    """Write the complete response "a string" to every chat of td as an action."""
     if mode == "history":
         full = [[*c, {"role": role, "content": "a string"}] for c in td["history"].prompt.chats()]
         td.set(("history", "full"), History.from_chats(full))
@@ -167,8 +169,8 @@ def write_action(td: TensorDictBase, mode: str, renderer: Any, role: str) -> Ten
     ids = renderer.tokenizer("a string", add_special_tokens=False)["input_ids"]
     ids = torch.tensor([*ids, min(renderer.stop_ids)])
     if mode == "text":
-        reply = renderer.tokenizer.decode(ids)
-        td["text"].full = [prompt + reply for prompt in _texts(td, "prompt") or []]
+        response = renderer.tokenizer.decode(ids)
+        td["text"].full = [prompt + response for prompt in _texts(td, "prompt") or []]
         return td
     prompts = rows(td, ("tokens", "prompt")) or []
     tokens = [Tokens(prompt=p, full=torch.cat([p, ids])) for p in prompts]
@@ -193,7 +195,7 @@ def next_ids(renderer: Renderer, ids: Tensor, before: list[dict], after: list[di
 
 
 def full_ids(td: TensorDictBase, owner: tuple[str, ...] = ("tokens",)) -> list[Tensor]:
-    """Return the ids of prompt and reply of each row, without padding."""
+    """Return the ids of prompt and response of each row, without padding."""
     ids = rows(td, (*owner, "full"))
     if ids is None:
         raise ValueError("step expected tokens.full, found none; let a policy write it")
@@ -201,18 +203,18 @@ def full_ids(td: TensorDictBase, owner: tuple[str, ...] = ("tokens",)) -> list[T
     return attended(ids, rows(td, ("masks", "all_attention_mask")), ragged=ragged)
 
 
-def read_token_replies(td: TensorDictBase, renderer: Renderer) -> list[ParsedReply]:
-    """Decode the ids of each reply; its end-of-turn token marks it complete."""
+def read_token_responses(td: TensorDictBase, renderer: Renderer) -> list[ParsedResponse]:
+    """Decode the ids of each response; its end-of-turn token marks it complete."""
     sampled = rows(td, ("masks", "all_response_mask"))
     if sampled is None:
-        replies = _after_prompt(td)
+        responses = _after_prompt(td)
     else:
         pairs = zip(rows(td, ("tokens", "full")) or [], sampled, strict=True)
-        replies = [row[mask.bool()] for row, mask in pairs]
+        responses = [row[mask.bool()] for row, mask in pairs]
     done = []
-    for reply in replies:
-        ended = len(reply) > 0 and int(reply[-1]) in renderer.stop_ids
-        ids = reply[:-1] if ended else reply
+    for response in responses:
+        ended = len(response) > 0 and int(response[-1]) in renderer.stop_ids
+        ids = response[:-1] if ended else response
         done.append((renderer.tokenizer.decode(ids.tolist()), ended))
     return done
 
@@ -229,7 +231,7 @@ def _after_prompt(td: TensorDictBase) -> list[Tensor]:
     return [row[len(p) :][mask[len(p) :].bool()] for row, p, mask in triples]
 
 
-def read_text_replies(td: TensorDictBase, renderer: Renderer) -> list[ParsedReply]:
+def read_text_responses(td: TensorDictBase, renderer: Renderer) -> list[ParsedResponse]:
     """Return the part of text.full after text.prompt; an end-of-turn token marks it complete."""
     prompts, texts = _texts(td, "prompt"), _texts(td, "full")
     if texts is None or prompts is None:
@@ -239,9 +241,11 @@ def read_text_replies(td: TensorDictBase, renderer: Renderer) -> list[ParsedRepl
     for prompt, text in zip(prompts, texts, strict=True):
         if not text.startswith(prompt):
             raise ValueError(f"expected text.full to begin with text.prompt, got {text[:60]!r}")
-        reply = text[len(prompt) :]
-        end = next((e for e in ends if reply.rstrip().endswith(e)), None)
-        done.append((reply if end is None else reply.rstrip().removesuffix(end), end is not None))
+        response = text[len(prompt) :]
+        end = next((e for e in ends if response.rstrip().endswith(e)), None)
+        done.append(
+            (response if end is None else response.rstrip().removesuffix(end), end is not None)
+        )
     return done
 
 

@@ -13,7 +13,7 @@ class GSM8KEnv(DatasetChatEnv):
     """Chats about GSM8K problems, rewarded by `GSM8KRewardParser` unless compute_reward=False.
 
     Takes the arguments of `DatasetChatEnv`; rows have the columns question (or query) and answer.
-    The episode is truncated after `max_steps` replies (None: never) and ends with a right answer;
+    The episode is truncated after `max_steps` responses (None: never) and ends with a right answer;
     with `set_done_if_answer=True` any answer ends it, with False none.
     """
 

@@ -3,10 +3,10 @@
 A layout has the inputs of the model, R rows of length L, and for each kept token the position of
 the hidden state that predicts the token. Only the scorer uses layouts.
 
-`shared` puts a group into one row, [prompt, reply 1, ..., reply G]. For each reply the position ids
-restart after the prompt, and a [R, 1, L, L] mask lets the reply attend to the prompt and itself.
-The result is exact (the same sums in another order), and the row has one prompt instead of G.
-`packed` puts whole sequences into one row in the same way, without a shared prompt.
+`shared` puts a group into one row, [prompt, response 1, ..., response G]. For each response the
+position ids restart after the prompt, and a [R, 1, L, L] mask lets the response attend to the
+prompt and itself. The result is exact (the same sums in another order), and the row has one prompt
+instead of G. `packed` puts whole sequences into one row in the same way, without a shared prompt.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,9 @@ class Layout:
     position_ids: Tensor  # [R, L] int64
     attention_mask: Tensor  # [R, L] bool, or [R, 1, L, L] bool
     source: Tensor  # [K] index, in the inputs, of the hidden state that predicts each kept token
-    trees: list[list[int]] | None = None  # [R] tokens of a shared prompt, its replies, the padding
+    trees: list[list[int]] | None = (
+        None  # [R] tokens of a shared prompt, its responses, the padding
+    )
     grid: Grid | None = None  # then the inputs are one row [1, N]; mask and trees are of the grid
 
     def unpadded(self) -> "Layout":
@@ -96,17 +98,18 @@ def _trees(
     rows = unpad(tokens, attention)
     device = tokens.device
     ids, position_ids, segments = [], [], []  # a tensor per tree
-    sizes: list[list[int]] = []  # per tree: tokens of the prompt and of each reply
-    places = [(0, 0, 0)] * len(tokens)  # per sequence: tree, prompt tokens, column of its reply
+    sizes: list[list[int]] = []  # per tree: tokens of the prompt and of each response
+    places = [(0, 0, 0)] * len(tokens)  # per sequence: tree, prompt tokens, column of its response
     for tree, (members, length) in enumerate(zip(trees, lengths, strict=True)):
-        replies = [rows[i][length:] for i in members]
-        size = [length, *map(len, replies)]
-        columns = [*accumulate(size)][:-1]  # the first of each reply
+        responses = [rows[i][length:] for i in members]
+        size = [length, *map(len, responses)]
+        columns = [*accumulate(size)][:-1]  # the first of each response
         for i, column in zip(members, columns, strict=True):
             places[i] = tree, length, column
         sizes.append(size)
-        ids.append(torch.cat([rows[members[0]][:length], *replies]))
-        # Each reply continues the prompt's positions. Segment 0 is the prompt, s the s-th reply.
+        ids.append(torch.cat([rows[members[0]][:length], *responses]))
+        # Each response continues the prompt's positions. Segment 0 is the prompt, s the s-th
+        # response.
         starts = [0, *[length] * len(members)]
         spans = [range(start, start + n) for start, n in zip(starts, size, strict=True)]
         position_ids.append(torch.tensor([*chain(*spans)]))
@@ -116,7 +119,7 @@ def _trees(
     segment = pad(segments, -1).to(device)  # [R, L], -1 for padding
     width = input_ids.shape[1]
     row, prefix, column = torch.tensor(places, device=device).T.unsqueeze(-1)  # [B, 1] each
-    # The state at t - 1 predicts token t, and is the prompt's or the reply's own.
+    # The state at t - 1 predicts token t, and is the prompt's or the response's own.
     before = positions(attention) - 1  # [B, T]
     source = row * width + torch.where(before < prefix, before, column + before - prefix)  # [B, T]
     with_padding = [[*size, width - sum(size)] for size in sizes]
@@ -156,7 +159,7 @@ def _common_prefix(rows: list[Tensor]) -> int:
 
 
 def tree_mask(segment: Tensor) -> Tensor:
-    """Return the mask [R, 1, L, L]: causal attention to the own reply and the shared prompt."""
+    """Return the mask [R, 1, L, L]: causal attention to the own response and the shared prompt."""
     size = segment.shape[1]
     key, query = segment[:, None, :], segment[:, :, None]
     related = (key == 0) | (key == query)

@@ -16,7 +16,7 @@ from policies.wrappers.generate_kwargs import GenerateKwargs
 
 
 class Generator(Protocol):
-    """Sample replies: a call writes tokens, masks, log-probs and histories into a TensorDict.
+    """Sample responses: a call writes tokens, masks, log-probs and histories into a TensorDict.
 
     `version` counts weight syncs, `get_new_version` returns the same weights with other settings
     of LLMWrapperBase.

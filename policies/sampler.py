@@ -2,8 +2,8 @@
 
 The log-prob of a token comes from the very logits it was sampled from, at the sampling temperature
 and after the filters (see Filters).
-Draws are by inverse CDF on counter-based uniforms, so a row's reply does not depend on the batch.
-A prompt that several adjacent rows share is run once; rows that have ended leave the batch.
+Draws are by inverse CDF on counter-based uniforms, so a row's response does not depend on the
+batch. A prompt that several adjacent rows share is run once; rows that have ended leave the batch.
 Left out on purpose: beams, and what only transformers' processors do (wrappers/generate_kwargs.py).
 """
 
@@ -25,8 +25,8 @@ class Filters:
     top_k: int = 0  # the k likeliest tokens; 0 = all
     top_p: float = 1.0  # the likeliest tokens that hold this probability together
     min_p: float = 0.0  # tokens at least this probable, relative to the likeliest
-    min_new_tokens: int = 0  # no token that ends the reply before
-    repetition_penalty: float = 1.0  # logits of tokens seen in prompt or reply, divided by it
+    min_new_tokens: int = 0  # no token that ends the response before
+    repetition_penalty: float = 1.0  # logits of tokens seen in prompt or response, divided by it
 
     def __post_init__(self) -> None:
         """Raise ValueError for values out of range."""
@@ -76,7 +76,7 @@ NO_FILTERS = Filters()
 
 @dataclass(frozen=True)
 class Sampled:
-    """Replies of B rows, padded right with 0; they include the token that ended them."""
+    """Responses of B rows, padded right with 0; they include the token that ended them."""
 
     ids: Tensor  # [B, n] int64
     log_probs: Tensor  # [B, n] float32; the first entry is a real log-prob
@@ -90,13 +90,13 @@ class Sampled:
         return index < self.lengths.unsqueeze(-1)
 
     def ends(self, stop_ids: Collection[int]) -> Tensor:
-        """Return where a reply's last token is one of `stop_ids`, [B, n] bool."""
+        """Return where a response's last token is one of `stop_ids`, [B, n] bool."""
         last = self.mask & (self.mask.cumsum(-1) == self.lengths.unsqueeze(-1))
         return last & torch.isin(self.ids, self.ids.new_tensor(sorted(stop_ids)))
 
     @classmethod
     def of_parts(cls, parts: Sequence["Sampled"]) -> "Sampled":
-        """Return the replies of several parts of the rows, in order."""
+        """Return the responses of several parts of the rows, in order."""
         ids = pad([row for part in parts for row in part.ids])  # [B, n]
         log_probs = pad([row for part in parts for row in part.log_probs])  # [B, n]
         lengths = torch.cat([part.lengths for part in parts])
@@ -104,24 +104,24 @@ class Sampled:
 
     @classmethod
     def of_rows(cls, ids: Sequence[Tensor], log_probs: Sequence[Tensor], complete: Tensor):
-        """Return the replies of B rows of ids [n] and log-probs [n]."""
+        """Return the responses of B rows of ids [n] and log-probs [n]."""
         lengths = torch.tensor([len(row) for row in ids], device=ids[0].device)
         return cls(pad(ids), pad(log_probs), lengths, complete)
 
 
 @dataclass(frozen=True)
 class Stop:
-    """What ends a reply: a token id, or a text that the decoded reply contains."""
+    """What ends a response: a token id, or a text that the decoded response contains."""
 
     ids: frozenset[int]
-    text: Callable[[list[int]], bool] | None = None  # whether a row's reply contains a stop text
+    text: Callable[[list[int]], bool] | None = None  # whether a row's response contains a stop text
 
-    def __call__(self, replies: Tensor, ids: Tensor) -> Tensor:
-        """Return which replies [n, t] end with their last token, [n] bool; ids as a tensor."""
-        ended = torch.isin(replies[:, -1], ids)
+    def __call__(self, responses: Tensor, ids: Tensor) -> Tensor:
+        """Return which responses [n, t] end with their last token, [n] bool; ids as a tensor."""
+        ended = torch.isin(responses[:, -1], ids)
         if self.text is None:
             return ended
-        return ended | ended.new_tensor([self.text(r) for r in replies.tolist()])
+        return ended | ended.new_tensor([self.text(r) for r in responses.tolist()])
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def sample(
     temperature: float = 1.0,
     filters: Filters = NO_FILTERS,
 ) -> Sampled:
-    """Sample one reply to each prompt of [B, T], padded left; temperature 0 is greedy.
+    """Sample one response to each prompt of [B, T], padded left; temperature 0 is greedy.
 
     attention [B, T] bool, without it every token counts; streams [B] int64. Greedy log-probs are
     those of temperature 1; top-k, top-p and min-p change nothing there.
@@ -148,7 +148,7 @@ def sample(
     stop_ids = torch.tensor(sorted(stop.ids), dtype=torch.int64, device=device)
     starts = attention.sum(-1)  # [B]
     streams = streams.to(device)
-    replies = torch.zeros(size, max_new_tokens, dtype=torch.int64, device=device)
+    responses = torch.zeros(size, max_new_tokens, dtype=torch.int64, device=device)
     log_probs = torch.zeros(size, max_new_tokens, device=device)
     lengths = torch.zeros(size, dtype=torch.int64, device=device)
     complete = torch.zeros(size, dtype=torch.bool, device=device)
@@ -175,9 +175,9 @@ def sample(
         if seen is not None:
             seen[alive, sampled] = True
         picked = probs.gather(-1, sampled[:, None]).squeeze(-1).log()  # [n]
-        replies[alive, step], log_probs[alive, step] = sampled, picked
+        responses[alive, step], log_probs[alive, step] = sampled, picked
         lengths[alive] = step + 1
-        ended = stop(replies[alive, : step + 1], stop_ids)
+        ended = stop(responses[alive, : step + 1], stop_ids)
         complete[alive] = ended
         active = (~ended).nonzero().squeeze(-1)  # [n] rows; the one wait for the device of a token
         alive = alive[active]
@@ -185,4 +185,4 @@ def sample(
             break
         state.advance(sampled, active)
     longest = int(lengths.max())
-    return Sampled(replies[:, :longest], log_probs[:, :longest], lengths, complete)
+    return Sampled(responses[:, :longest], log_probs[:, :longest], lengths, complete)

@@ -30,7 +30,7 @@ KEYS: dict[NestedKey, Entry] = {
     "reward_raw": Entry("[B, T] float32", "task reward of each turn"),
     ("reward_part", "<name>"): Entry("[B] float32", "a part of reward_raw; NaN: does not apply"),
     "reward_errors": Entry("[B] float32", "reward functions that failed"),
-    "success": Entry("[B] bool", "the task judged the reply correct"),
+    "success": Entry("[B] bool", "the task judged the response correct"),
     "truncated": Entry("[B] bool", "cut by a length or turn limit"),
     "dropped": Entry("[B] bool", "excluded from rewards and loss"),
     "group_id": Entry("[B] int64", "equal for the samples of a prompt"),
@@ -40,7 +40,7 @@ KEYS: dict[NestedKey, Entry] = {
     "prompt": Entry("[B] text", "the last message of the prompt"),
     "system": Entry("[B] text", "system message of the prompt, or empty"),
     "answer": Entry("[B] text", "correct answer, if the row has one"),
-    "response": Entry("[B] text", "replies of all turns, joined"),
+    "response": Entry("[B] text", "responses of all turns, joined"),
     "messages": Entry("[B] list", "all messages of a chat of several turns, else empty"),
     ("logged", "<metric>"): Entry(
         "[B, T] or [B] any",

@@ -59,7 +59,7 @@ class Trajectories:
             self.tokens[name] = after
 
     def record(self, rows: Tensor, td: TensorDictBase) -> None:
-        """Add one turn of the A unfinished rows: reply, log-probs, reward and flags."""
+        """Add one turn of the A unfinished rows: response, log-probs, reward and flags."""
         sampled, log_probs = td.get(RESPONSE), td.get(("log_probs", "full"))
         ids, following, cpu_rows = td.get(("tokens", "full")), td.get("next"), rows.cpu()
         masks = {"assistant": sampled, "response": sampled}
@@ -82,7 +82,7 @@ class Trajectories:
                 chat.append({"role": "assistant", "content": text})
 
     def extend(self, rows: Tensor, td: TensorDictBase, policy: Generator) -> Tensor:
-        """Append the tokens after a reply: the env's messages and the next generation prompt.
+        """Append the tokens after a response: the env's messages and the next generation prompt.
 
         td [A] is the last turn of the A unfinished rows. Returns which of them go on, [A] bool: a
         chat without room for the next prompt ends as truncated.
@@ -191,7 +191,7 @@ def as_generator(
 ) -> Any:
     """Return the policy with these output options and inplace=True, as a new version if needed.
 
-    ValueError unless the policy generates one reply per prompt in this mode and, with `learn`,
+    ValueError unless the policy generates one response per prompt in this mode and, with `learn`,
     samples from the full distribution.
     """
     options["inplace"] = True
@@ -222,15 +222,16 @@ def next_state(td: TensorDictBase, state: list[str]) -> TensorDictBase:
 def tokens_between(
     policy: Any, last: int, before: list[dict], after: list[dict]
 ) -> tuple[Tensor, Tensor]:
-    """Return the ids [n] between two replies of a chat, and their assistant mask [n].
+    """Return the ids [n] between two responses of a chat, and their assistant mask [n].
 
-    `last`: last id of the first reply; `before`, `after`: messages before and after the env's step.
+    `last`: last id of the first response; `before`, `after`: messages before and after the env's
+    step.
     """
     if after[: len(before)] != before:
         raise ValueError("a transform edited earlier messages; transforms may only add messages")
     ids = torch.tensor(policy.renderer.extend([last], before, after[len(before) :])[1:])
     assistant = torch.zeros(len(ids), dtype=torch.bool)
-    # If the token limit cut the reply, the first id is the end of the assistant's turn.
+    # If the token limit cut the response, the first id is the end of the assistant's turn.
     assistant[0] = int(ids[0]) in policy.stop_ids
     return ids, assistant
 
@@ -261,7 +262,7 @@ def _sum(before: Tensor, value: Tensor) -> Tensor:
 
 
 def _without_dropped(batch: TensorDict) -> TensorDict:
-    """Remove groups with a dropped reply from the loss mask and the rewards."""
+    """Remove groups with a dropped response from the loss mask and the rewards."""
     drop = torch.isin(batch.get("group_id"), batch.get("group_id")[batch.get("dropped")])  # [B]
     batch.set("dropped", drop)
     batch.set("loss_mask", batch.get("loss_mask") & ~drop.unsqueeze(-1))

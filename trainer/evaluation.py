@@ -1,8 +1,8 @@
 """Evaluate on held-out rows: sampled accuracy (mean over samples) and greedy accuracy.
 
 The same env and collect as training; only the rows, the temperature and the streams differ.
-Ranks share the rows, evenly or not. Accuracy is also reported per row label. Dropped replies are
-excluded. kl/efficiency is how much of its KL a policy needed (docs/kl.md), from replies of the
+Ranks share the rows, evenly or not. Accuracy is also reported per row label. Dropped responses are
+excluded. kl/efficiency is how much of its KL a policy needed (docs/kl.md), from responses of the
 reference: sampled before training (eval.frontier) or later (mode=frontier), see frontier.json.
 """
 
@@ -32,10 +32,10 @@ TRAIN_FILE = "frontier_train.json"  # of a run: samples of the reference on trai
 class Evaluate:
     """Measure the generator on the task's eval rows.
 
-    `prompts_per_batch` prompts are sampled at a time, greedy replies as many at a time; draws
+    `prompts_per_batch` prompts are sampled at a time, greedy responses as many at a time; draws
     depend on (seed, row, sample) only, so that two evaluations differ by the weights alone.
-    `retrieve_kl` measures the KL of the sampled replies; with `frontier` replies to each row before
-    training, kl/efficiency judges it. A task that rewards nothing has the KL alone.
+    `retrieve_kl` measures the KL of the sampled responses; with `frontier` responses to each row
+    before training, kl/efficiency judges it. A task that rewards nothing has the KL alone.
     The first `train_rows` training rows are evaluated in the same way, for metrics of their own.
     """
 
@@ -76,7 +76,7 @@ class Evaluate:
         return other
 
     def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
-        """Return the name, an env with `samples` replies per row, a generator at `temperature`."""
+        """Return the name, an env of `samples` responses per row, a generator at `temperature`."""
         kwargs = {**self.generator.generate_kwargs, "temperature": temperature}
         generator = self.generator.get_new_version(generate_kwargs=kwargs)
         return name, self.env.with_group_size(samples), generator
@@ -107,7 +107,8 @@ class Evaluate:
     ) -> tuple[dict[str, float], list]:
         """Return the metrics and one sampled record per row of this rank.
 
-        `on_progress(share)` is called before each batch, `on_batch(plan, replies, rows)` after it.
+        `on_progress(share)` is called before each batch, `on_batch(plan, responses, rows)` after
+        it.
         """
         efficiency = self.efficiency
         if efficiency is not None:
@@ -132,20 +133,20 @@ class Evaluate:
     def _sample_reference(self, efficiency: Efficiency, on_progress: Callable[..., None]) -> None:
         """Sample the untrained policy; calls `on_progress(share, label)`."""
         label = f"sampling the reference: {len(self.rows)} prompts x {efficiency.samples} samples"
-        replies = sample(self, efficiency.samples, lambda share: on_progress(share, label))
-        efficiency.begin(replies, write=self.runtime.is_main)
+        responses = sample(self, efficiency.samples, lambda share: on_progress(share, label))
+        efficiency.begin(responses, write=self.runtime.is_main)
 
     def _play(self, iteration: int, kind: str, progress: Any, on_batch: Any) -> tuple[dict, list]:
         out, kls = dict[str, float](), dict[str, float]()
         records: list[dict[str, Any]] = []
-        replies, done = sum(env.group_size for _, env, _ in self.plans), 0
+        responses, done = sum(env.group_size for _, env, _ in self.plans), 0
         for name, env, generator in self.plans:
             size, first = env.group_size, not done
             env = self.env.with_group_size(size)  # copies the current transforms
             sums = dict.fromkeys(("right", "solved", "reward", "rows", "kl", "tokens"), 0.0)
             sums |= {f"{kind} {label}": 0.0 for label in self.labels for kind in ("right", "rows")}
             for share, part in self._parts(size):
-                progress((done + size * share) / replies)
+                progress((done + size * share) / responses)
                 if kind != "after":  # a trained run finishes its last evaluation
                     self.runtime.check_stop()  # equally often on every rank, even without rows
                 if not part:
@@ -189,7 +190,7 @@ class Evaluate:
                 )
 
     def _count(self, sums: dict[str, float], batch: TensorDictBase, part: list[int]) -> None:
-        """Add the scores of the replies to these rows."""
+        """Add the scores of the responses to these rows."""
         judged = ~batch.get("dropped").view(len(part), -1)[:, 0]  # [rows], by full groups
         right = batch.get("success").view(len(part), -1).sum(-1) * judged  # [rows]
         sums["solved"] += float((right > 0).sum())
@@ -231,7 +232,7 @@ def sample(
     *,
     temperature: float = 1.0,
 ) -> dict[str, Any]:
-    """Return rows, reward and success [rows, samples] of replies at a temperature on all ranks.
+    """Return rows, reward and success [rows, samples] of responses at a temperature on all ranks.
 
     Dropped rows are left out ("asked" counts them); {} if all rows are dropped.
     """
@@ -243,7 +244,7 @@ def sample(
     player = copy(play)
     player.plans = [play.plan("frontier", samples, temperature)]
     player.efficiency = player.beside = None
-    size = play.prompts_per_batch * 8 // samples  # in replies as with eval.num_samples=8
+    size = play.prompts_per_batch * 8 // samples  # in responses as with eval.num_samples=8
     player.prompts_per_batch = max(1, size)
     player.placements = (play.placements[0], LOCAL)  # no KL is measured
     player(0, on_progress=on_progress, on_batch=on_batch)

@@ -1,4 +1,4 @@
-"""Truncated importance sampling: correct for replies that another engine sampled.
+"""Truncated importance sampling: correct for responses that another engine sampled.
 
 With other kernels or precision an engine samples from pi_gen, which differs slightly from the
 trainer's pi_old for the same weights. Importance weights w = pi_old / pi_gen correct the gradient;

@@ -26,7 +26,7 @@ class Observer:
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Record the metrics of a finished iteration; 0: the evaluation before training."""
 
-    def replies(self, rows: Sequence[dict[str, Any]], iteration: int, *, kind: str) -> None:
+    def responses(self, rows: Sequence[dict[str, Any]], iteration: int, *, kind: str) -> None:
         """Record transcripts (trainer/transcripts.py) of kind train, before, eval or after."""
 
     def say(self, text: str, *, style: str = "") -> None:
@@ -66,8 +66,9 @@ class Observers(Observer):
     def __init__(self, each: Sequence[Observer] = ()) -> None:
         self.each = each
 
-    resume, begin, evaluating, log, replies, say, alert, stopping = map(
-        _broadcast, ("resume", "begin", "evaluating", "log", "replies", "say", "alert", "stopping")
+    resume, begin, evaluating, log, responses, say, alert, stopping = map(
+        _broadcast,
+        ("resume", "begin", "evaluating", "log", "responses", "say", "alert", "stopping"),
     )
 
     def end(self, state: str, *, saved: int | None) -> None:

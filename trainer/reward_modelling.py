@@ -1,4 +1,4 @@
-"""Reward modelling on pairs of a chosen and a rejected reply to one prompt.
+"""Reward modelling on pairs of a chosen and a rejected response to one prompt.
 
 A pair is two adjacent rows with one `group_id`, the chosen one first; a group stays in one
 micro-batch. In this file P counts pairs.
@@ -22,7 +22,7 @@ from trainer.sources import pick_rows
 
 
 class PreferencePairs:
-    """Render the iteration's pairs, each reply up to the end of its turn.
+    """Render the iteration's pairs, each response up to the end of its turn.
 
     `loss_mask` marks the compared tokens on both rows of a pair: from the first difference to the
     end of the longer row.
@@ -56,8 +56,8 @@ class PreferencePairs:
         batch.set("group_id", torch.arange(len(ids), device=mask.device) // 2)
         return batch.set("loss_mask", compared.repeat_interleave(2, 0))
 
-    def _ids(self, row: dict[str, Any], reply: str) -> Tensor:
-        return ids_to_end(self.policy.renderer, [*self.env.messages(row), assistant(reply)])
+    def _ids(self, row: dict[str, Any], response: str) -> Tensor:
+        return ids_to_end(self.policy.renderer, [*self.env.messages(row), assistant(response)])
 
 
 class PreferenceObjective:

@@ -123,7 +123,7 @@ class Rollouts:
 
 
 class DynamicRollouts(Rollouts):
-    """Replace prompts whose replies all earn the same (DAPO, arXiv 2503.14476 section 3.2).
+    """Replace prompts whose responses all earn the same (DAPO, arXiv 2503.14476 section 3.2).
 
     `parts` are the arguments of `Rollouts`. A place is resampled up to `rounds` times, each time
     with another row: a function of (seed, iteration, round, place). Groups that stay idle are
@@ -175,7 +175,7 @@ def swap(batch: TensorDict, fresh: TensorDict, rows: Tensor) -> TensorDict:
 
 
 class OverlongPenalty:
-    """Penalise replies near the length limit (DAPO, arXiv 2503.14476 eq. 13).
+    """Penalise responses near the length limit (DAPO, arXiv 2503.14476 eq. 13).
 
     n sampled tokens give weight * max(-1, (max_tokens - buffer - n) / buffer), at most 0, added to
     reward_raw at the row's last sampled token, and logged as reward part "overlong".
@@ -192,7 +192,7 @@ class OverlongPenalty:
         self.free, self.buffer, self.weight = max_tokens - buffer, buffer, weight
 
     def penalty(self, lengths: Tensor) -> Tensor:
-        """Return the penalty, <= 0, of replies of these lengths [B], [B]."""
+        """Return the penalty, <= 0, of responses of these lengths [B], [B]."""
         return self.weight * ((self.free - lengths) / self.buffer).clamp(-1, 0)
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
@@ -206,7 +206,7 @@ class OverlongPenalty:
 
 
 class DropTruncated:
-    """Remove truncated replies from the loss mask (overlong filtering, DAPO section 3.4).
+    """Remove truncated responses from the loss mask (overlong filtering, DAPO section 3.4).
 
     Metrics include their reward; baselines and scales do not.
     """

@@ -56,7 +56,7 @@ class Trainer:
     evaluate: Evaluate
     checkpoints: Checkpoints
     num_iterations: int
-    num_logged_replies: int | str = 16  # per iteration, or "all"
+    num_logged_responses: int | str = 16  # per iteration, or "all"
     profile: list[int] = field(default_factory=list)  # iterations whose trace rank 0 writes
     observers: Observer = field(default_factory=Observer)
     progress: Progress = field(default_factory=Progress)
@@ -103,7 +103,7 @@ class Trainer:
             metrics |= summarize(batch, self.runtime, rewarded=self.evaluate.task.rewarded)
             metrics |= {each.names.coeff: each.coeff for each in self.update.leash.each}
             metrics |= self.runtime.all_reduce_max(self.last_sync.metrics())
-            self.update.leash.follow(metrics, replies=len(batch) * self.runtime.ranks)
+            self.update.leash.follow(metrics, responses=len(batch) * self.runtime.ranks)
             self._count(batch, metrics, clock)
         self._log(batch, metrics)
         done = self.progress.iteration
@@ -196,18 +196,18 @@ class Trainer:
         return speeds
 
     def _log(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:
-        """Log the metrics and sample replies; stop early or evaluate if due."""
+        """Log the metrics and sample responses; stop early or evaluate if due."""
         iteration = self.progress.iteration
         self._stop_early(metrics)
         if "reward_raw" in batch:
             tokenizer = self.policy.tokenizer if self.runtime.is_main else None
-            count = self.num_logged_replies
+            count = self.num_logged_responses
             if count != "all":  # each rank logs an equal share
                 count = -(-int(count) // self.runtime.ranks)
             options = {"kind": "train", "rewarded": self.evaluate.task.rewarded}
             local = transcripts(batch, iteration, count=count, tokenizer=tokenizer, **options)
             rows = [row for part in self.runtime.gather(local) for row in part]
-            self.observers.replies(rows, iteration, kind="train")
+            self.observers.responses(rows, iteration, kind="train")
         if self.evaluate.due(iteration, self.num_iterations):
             last = iteration == self.num_iterations
             self._evaluate(metrics, kind="after" if last else "eval")
@@ -215,7 +215,7 @@ class Trainer:
             self._write(metrics)
 
     def _evaluate(self, metrics: dict[str, float], *, kind: str) -> None:
-        """Evaluate, log and show sample replies."""
+        """Evaluate, log and show sample responses."""
         iteration, states = self.progress.iteration, self._states()
 
         def on_progress(share: float, label: str = f"evaluating {self.evaluate.about}") -> None:
@@ -243,7 +243,7 @@ class Trainer:
             self.runtime.write_status(held_out=len(self.evaluate.rows))
         self._write(metrics)
         if records:
-            self.observers.replies(records, iteration, kind=kind)
+            self.observers.responses(records, iteration, kind=kind)
 
     def _stop_early(self, metrics: dict[str, float]) -> None:
         """Make this iteration the last one if the early-stopping rule holds."""

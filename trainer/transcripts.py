@@ -1,4 +1,4 @@
-"""Replies as plain records for transcripts.jsonl and the pages that show it."""
+"""Responses as plain records for transcripts.jsonl and the pages that show it."""
 
 from itertools import islice
 from typing import Any
@@ -20,10 +20,10 @@ def transcripts(
     tokenizer: Any = None,
     rewarded: bool = True,
 ) -> list[dict]:
-    """Return replies of a batch as plain records for transcripts.jsonl, the highest reward first.
+    """Return responses of a batch as plain records for transcripts.jsonl, the highest reward first.
 
-    The best, median and worst reply, and `count` replies group by group, first those of these
-    three; "all": every judged reply. With a tokenizer the three have `rank` and `pieces`.
+    The best, median and worst response, and `count` responses group by group, first those of these
+    three; "all": every judged response. With a tokenizer the three have `rank` and `pieces`.
     """
     reward, owner = batch.get("reward_raw").sum(-1).tolist(), batch.get("group_id").tolist()
     judged = judged_rows(batch).nonzero().squeeze(-1).tolist()

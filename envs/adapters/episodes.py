@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from envs.tasks.task import Message, Reply, Reward, Row, Split, Task
+from envs.tasks.task import Message, Response, Reward, Row, Split, Task
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The messages after a reply ([] ends the chat) and its reward (None: no reward).
+    """The messages after a response ([] ends the chat) and its reward (None: no reward).
 
     `state` is the environment's state, for `Episodes.finish`.
     """
@@ -35,8 +35,8 @@ class Turn:
 class Episode:
     """One chat of an environment."""
 
-    async def answer(self, reply: Reply) -> Turn:
-        """Return the turn after a reply."""
+    async def answer(self, response: Response) -> Turn:
+        """Return the turn after a response."""
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -57,7 +57,7 @@ class Episodes(Task):
         self._free = asyncio.Semaphore(at_once)
         self._open: dict[str, list[Episode]] = {}  # by chat, the oldest first
         self._count = 0  # episodes that are open or about to be
-        self._turns: dict[int, tuple[Reply, Turn]] = {}  # turns of the last rewards
+        self._turns: dict[int, tuple[Response, Turn]] = {}  # turns of the last rewards
 
     async def open(self, row: Row) -> Episode:
         """Open an episode that begins with the row."""
@@ -75,37 +75,37 @@ class Episodes(Task):
         """Return the names of the reward parts without playing."""
         return sorted(self.names)
 
-    def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
-        """Return the reward of each reply; store the next messages for `respond`."""
-        turns = _run(self._play(rows, replies))
-        self._turns = {id(r): (r, turn) for r, turn in zip(replies, turns, strict=True)}
+    def rewards(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Reward]:
+        """Return the reward of each response; store the next messages for `respond`."""
+        turns = _run(self._play(rows, responses))
+        self._turns = {id(r): (r, turn) for r, turn in zip(responses, turns, strict=True)}
         nothing = Reward(0.0, dict.fromkeys(self.names, math.nan), False)
         return [turn.reward or nothing for turn in turns]
 
-    def respond(self, row: Row, reply: Reply) -> list[Message]:
-        """Return the messages after the reply, stored by `rewards`."""
-        if id(reply) not in self._turns:
-            self.rewards([row], [reply])
-        return self._turns[id(reply)][1].messages
+    def respond(self, row: Row, response: Response) -> list[Message]:
+        """Return the messages after the response, stored by `rewards`."""
+        if id(response) not in self._turns:
+            self.rewards([row], [response])
+        return self._turns[id(response)][1].messages
 
     def close(self) -> None:
         """Close all waiting episodes."""
         while self._open:
             _run(self._leave(self._take(next(iter(self._open)))))
 
-    async def _play(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Turn]:
-        pairs = zip(rows, replies, strict=True)
+    async def _play(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Turn]:
+        pairs = zip(rows, responses, strict=True)
         return await self.finish(rows, await asyncio.gather(*(self._turn(*p) for p in pairs)))
 
-    async def _turn(self, row: Row, reply: Reply) -> Turn:
-        """Play the reply in the chat's open episode, or in a new one after a replay."""
-        added = reply.messages[0]["role"] == "system" != row["messages"][0]["role"]
-        past = reply.messages[len(row["messages"]) + added :]
+    async def _turn(self, row: Row, response: Response) -> Turn:
+        """Play the response in the chat's open episode, or in a new one after a replay."""
+        added = response.messages[0]["role"] == "system" != row["messages"][0]["role"]
+        past = response.messages[len(row["messages"]) + added :]
         async with self._free:
             key = _key(row, past[:-1])
             episode = self._take(key) if key in self._open else await self._replay(row, past[:-1])
             try:
-                turn = await episode.answer(reply)
+                turn = await episode.answer(response)
             except BaseException:
                 await self._leave(episode)
                 raise
@@ -143,8 +143,8 @@ class Episodes(Task):
         """Replay past messages in a new episode; ValueError if it answers differently."""
         episode = await self._enter(row)
         for place in (i for i, message in enumerate(past) if message["role"] == "assistant"):
-            reply = Reply(past[place]["content"], True, past[: place + 1])
-            again = (await episode.answer(reply)).messages
+            response = Response(past[place]["content"], True, past[: place + 1])
+            again = (await episode.answer(response)).messages
             before = past[place + 1 : place + 1 + len(again)]
             if not again or _texts(again) != _texts(before):
                 await self._leave(episode)

@@ -1,7 +1,7 @@
 """The datasets of the library reasoning-gym as tasks, by name: chain_sum, sudoku, ... (over 100).
 
-Rows are generated on access. The dataset's score_answer judges replies in a separate process,
-because some datasets evaluate code in a reply.
+Rows are generated on access. The dataset's score_answer judges responses in a separate process,
+because some datasets evaluate code in a response.
 """
 
 import json
@@ -14,7 +14,7 @@ from envs.data import LazyRows
 from envs.rewards.answers import tagged
 from envs.rewards.workers import LazyFunction, Workers
 from envs.tasks.math_words import split_thoughts
-from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, user
+from envs.tasks.task import Response, Reward, Row, Split, Task, assistant, user
 from policies.optional_packages import EXTRAS
 
 INSTRUCTION = "Give the final answer alone, inside <answer> and </answer>."
@@ -29,7 +29,7 @@ class ReasoningGym(Task):
     `config`: the dataset's settings, e.g. {"min_terms": 2}. `num_rows` train rows are a function
     of `seed`; eval rows have other seeds, and no train row has their question. `instruction`
     follows each question. The answer is the text of the last <answer>, else all outside of <think>.
-    `timeout` (seconds) is for judging one reply.
+    `timeout` (seconds) is for judging one response.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class ReasoningGym(Task):
         """Return the rows of a split; train rows are generated on access."""
         return self._train if split == "train" else self._eval
 
-    def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
-        """Return the dataset's score of each reply; 0 for an empty one or the question again."""
-        marked = [tagged(reply.text)[1] for reply in replies]
+    def rewards(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Reward]:
+        """Return the dataset's score of each response; 0 for an empty one or the question again."""
+        marked = [tagged(response.text)[1] for response in responses]
         texts = [
-            answer or split_thoughts(reply.text)[1].strip()
-            for answer, reply in zip(marked, replies, strict=True)
+            answer or split_thoughts(response.text)[1].strip()
+            for answer, response in zip(marked, responses, strict=True)
         ]
         entries = [row["entry"] for row in rows]
         judged = [
@@ -68,8 +68,8 @@ class ReasoningGym(Task):
         calls = [(self._settings, texts[i], entries[i]) for i in judged]
         scores: dict[int, Any] = dict(zip(judged, self._judges.map(calls), strict=True))
         return [
-            _reward(scores.get(i, 0.0), bool(marked[i]) and reply.complete)
-            for i, reply in enumerate(replies)
+            _reward(scores.get(i, 0.0), bool(marked[i]) and response.complete)
+            for i, response in enumerate(responses)
         ]
 
     def demonstrations(self) -> Sequence[Row]:

@@ -10,7 +10,7 @@ Train and eval have different subjects.
 from collections.abc import Sequence
 from typing import Any
 
-from envs.tasks.task import Reply, Reward, Row, Split, Task, user
+from envs.tasks.task import Response, Reward, Row, Split, Task, user
 from policies.optional_packages import EXTRAS
 
 REQUEST = "Write a one-sentence review of {}."
@@ -38,13 +38,13 @@ SUBJECTS: dict[Split, tuple[str, ...]] = {
 class Reviews(Task):
     """Requests such as "Write a one-sentence review of a hotel room.".
 
-    The reward is the score; a reply that was cut off earns at most half of it. A reward above 0.5
-    is right.
+    The reward is the score; a response that was cut off earns at most half of it. A reward above
+    0.5 is right.
 
     >>> task = Reviews()
     >>> task.rows("train")[0]["messages"]
     [{'role': 'user', 'content': 'Write a one-sentence review of a hotel room.'}]
-    >>> task.reward({}, Reply("The room was wonderful.", True, [])).parts
+    >>> task.reward({}, Response("The room was wonderful.", True, [])).parts
     {'sentiment': 0.5719, 'ended': 1.0}
     """
 
@@ -58,11 +58,11 @@ class Reviews(Task):
             for subject in SUBJECTS[split]
         ]
 
-    def reward(self, row: Row, reply: Reply) -> Reward:
-        """Return the compound score of the reply, from -1 to 1."""
-        score = self._scorer.polarity_scores(reply.text)["compound"]
-        total = score if reply.complete else min(score, score / 2)
-        parts = {"sentiment": score, "ended": float(reply.complete)}
+    def reward(self, row: Row, response: Response) -> Reward:
+        """Return the compound score of the response, from -1 to 1."""
+        score = self._scorer.polarity_scores(response.text)["compound"]
+        total = score if response.complete else min(score, score / 2)
+        parts = {"sentiment": score, "ended": float(response.complete)}
         return Reward(total=total, parts=parts, success=total > CLEAR)
 
 

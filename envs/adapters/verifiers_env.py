@@ -1,8 +1,8 @@
 """Run environments of the library verifiers, with their rows, turns, stops and rubrics.
 
-The library's rollout plays each chat; its client waits for the reply that leash samples. Only the
-tokens are leash's, everything else is the environment's. Only this file imports the library (`pip
-install -e '.[verifiers]'`).
+The library's rollout plays each chat; its client waits for the response that leash samples. Only
+the tokens are leash's, everything else is the environment's. Only this file imports the library
+(`pip install -e '.[verifiers]'`).
 Left out on purpose: images, environments that rewrite earlier turns, and `verifiers.v1` (all of
 0.4), whose harnesses are programs that request completions over HTTP.
 """
@@ -25,7 +25,7 @@ from typing import Any
 from envs.adapters.episodes import Episode, Episodes, Turn
 from envs.chat_rows import split_off
 from envs.data import LazyRows
-from envs.tasks.task import Message, Reply, Reward, Row, assistant
+from envs.tasks.task import Message, Response, Reward, Row, assistant
 from envs.transforms.tool_parsers import XMLBlockParser
 from policies.optional_packages import EXTRAS
 
@@ -36,10 +36,11 @@ FAILED: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("FAILE
 class Verifiers(Episodes):
     """The environment that load_environment(**arguments) of the installed module `name` returns.
 
-    The last reply of a chat earns the rubric's weighted sum; the rubric's functions are the reward
-    parts, and a reward from pass_threshold on is right. If a function fails, the reply is dropped
-    with its group and counted. Without data for evaluation a seeded tenth is held out. `max_turns`
-    limits the environment's turns. `parser` reads the calls of an environment with tools.
+    The last response of a chat earns the rubric's weighted sum; the rubric's functions are the
+    reward parts, and a reward from pass_threshold on is right. If a function fails, the response is
+    dropped with its group and counted. Without data for evaluation a seeded tenth is held out.
+    `max_turns` limits the environment's turns. `parser` reads the calls of an environment with
+    tools.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Verifiers(Episodes):
             if (turns := env.max_turns) != 1 and max_turns == 1:
                 raise ValueError(f"{name} has {turns} turns; set env.max_turns above 1")
             if turns != 1 and self.together:
-                raise ValueError(f"{name} compares replies, which needs one turn each")
+                raise ValueError(f"{name} compares responses, which needs one turn each")
             env.max_turns = min(turns, max_turns) if turns > 0 else max_turns
         train, held_out = self.env.build_dataset(), self.env.build_eval_dataset()
         places: Sequence[Any] = range(len(train)), range(len(held_out or ()))
@@ -74,7 +75,7 @@ class Verifiers(Episodes):
         }
 
     async def open(self, row: Row) -> Episode:
-        """Start the rollout of a row, which waits for its first reply."""
+        """Start the rollout of a row, which waits for its first response."""
         episode = Rollout(self.env, row, self.parser)
         await episode.next_prompt()
         return episode
@@ -115,15 +116,15 @@ def _row(split: str, data: Any, index: int) -> Row:
 
 
 class Rollout(Episode):
-    """A rollout of the library; `answer` gives it the policy's reply.
+    """A rollout of the library; `answer` gives it the policy's response.
 
-    `parser` reads the calls in a reply if the environment has tools.
+    `parser` reads the calls in a response if the environment has tools.
     """
 
     def __init__(self, env: Any, row: Row, parser: Callable[[str], Any]) -> None:
         self.seen, self.parser = list(row["messages"]), parser
         self.prompts: asyncio.Queue[list[Message]] = asyncio.Queue()
-        self.replies: asyncio.Queue[Reply] = asyncio.Queue()
+        self.responses: asyncio.Queue[Response] = asyncio.Queue()
         inputs = {**row["input"], "prompt": row["messages"]}
         self.task = asyncio.create_task(env.rollout(inputs, waiting_client()(self), "leash", {}))
 
@@ -137,10 +138,10 @@ class Rollout(Episode):
         self.task.result()  # raises its error
         return None
 
-    async def answer(self, reply: Reply) -> Turn:
-        """Return the environment's messages after a reply, at the end the rollout's state."""
-        expected = [*self.seen, assistant(reply.text)]
-        self.replies.put_nowait(reply)
+    async def answer(self, response: Response) -> Turn:
+        """Return the environment's messages after a response, at the end the rollout's state."""
+        expected = [*self.seen, assistant(response.text)]
+        self.responses.put_nowait(response)
         if (prompt := await self.next_prompt()) is None:
             return Turn([], state=self.task.result())
         if len(prompt) <= len(expected) or prompt[: len(self.seen)] != self.seen:
@@ -166,8 +167,10 @@ def waiting_client() -> type:
         async def get_response(self, prompt, model, sampling_args, tools=None, **_):
             rollout = self.client
             rollout.prompts.put_nowait(plain(prompt))
-            reply = await rollout.replies.get()
-            parsed = rollout.parser(reply.text) if tools else {"calls": [], "text": reply.text}
+            response = await rollout.responses.get()
+            parsed = (
+                rollout.parser(response.text) if tools else {"calls": [], "text": response.text}
+            )
             calls = [
                 {"id": f"call_{i}", "name": call.tool, "arguments": json.dumps(call.args)}
                 for i, call in enumerate(parsed["calls"])
@@ -176,8 +179,8 @@ def waiting_client() -> type:
             message = {
                 "content": parsed["text"],
                 "tool_calls": calls or None,
-                "finish_reason": ended if reply.complete else "length",
-                "is_truncated": not reply.complete,
+                "finish_reason": ended if response.complete else "length",
+                "is_truncated": not response.complete,
             }
             return Response(id="leash", created=0, model=model, message=message)
 

@@ -1,7 +1,7 @@
-"""Reward functions: one number per reply; `Rewarded` weighs and sums them.
+"""Reward functions: one number per response; `Rewarded` weighs and sums them.
 
-A function takes (row, reply), as `Task.reward` does, and returns a number. An error replaces the
-number of its reply, so that `on_error` applies to each reply alone.
+A function takes (row, response), as `Task.reward` does, and returns a number. An error replaces the
+number of its response, so that `on_error` applies to each response alone.
 Left out on purpose: a time-out for plain functions, which cannot be stopped in this process; use
 `SubprocessReward` for those that may hang.
 """
@@ -13,22 +13,22 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
-from envs.tasks.task import Reply, Row
+from envs.tasks.task import Response, Row
 
-Score = float | Exception  # math.nan: the function does not apply to the reply
+Score = float | Exception  # math.nan: the function does not apply to the response
 ON_ERROR = ("raise", "zero", "drop_group")
 FAULTS = (Exception, SystemExit, asyncio.CancelledError)  # errors of a user's code; Ctrl-C is none
 
 
 class Refused(Exception):
-    """An error of the set-up, not of a reply: it ends the run for any `on_error`."""
+    """An error of the set-up, not of a response: it ends the run for any `on_error`."""
 
 
 class RewardFunction:
     """The base: a weight, the treatment of errors, and `scores`, which a subclass overrides.
 
-    `on_error`: "raise" ends the run; "zero" counts the reply as 0; "drop_group" removes all
-    replies to its prompt from loss and reward metrics. Both count in `reward/errors`.
+    `on_error`: "raise" ends the run; "zero" counts the response as 0; "drop_group" removes all
+    responses to its prompt from loss and reward metrics. Both count in `reward/errors`.
     """
 
     tried: ClassVar[bool] = True  # whether a run computes one score before it loads a model
@@ -40,26 +40,26 @@ class RewardFunction:
             raise ValueError(f"expected a finite weight, got {weight}")
         self.weight, self.on_error = weight, on_error
 
-    def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
-        """Return the score of each reply, or its error."""
-        raise NotImplementedError(f"{type(self).__name__} has no scores(rows, replies)")
+    def scores(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Score]:
+        """Return the score of each response, or its error."""
+        raise NotImplementedError(f"{type(self).__name__} has no scores(rows, responses)")
 
 
 class Function(RewardFunction):
-    """A function of (row, reply), plain or async; SystemExit counts as an error.
+    """A function of (row, response), plain or async; SystemExit counts as an error.
 
     Async functions run concurrently, at most `at_once`, each with a `timeout` in seconds (null:
     none). The time-out acts while a function awaits: one that blocks (time.sleep, a plain HTTP
     request, a long computation) delays the others; use `SubprocessReward` for it.
 
-    >>> short = Function(lambda row, reply: 1 / len(reply.text))
-    >>> short.scores([{}, {}], [Reply("four", True, []), Reply("", True, [])])
+    >>> short = Function(lambda row, response: 1 / len(response.text))
+    >>> short.scores([{}, {}], [Response("four", True, []), Response("", True, [])])
     [0.25, ZeroDivisionError('division by zero')]
     """
 
     def __init__(
         self,
-        function: Callable[[Row, Reply], Any],
+        function: Callable[[Row, Response], Any],
         *,
         weight: float = 1.0,
         on_error: str = "raise",
@@ -74,14 +74,16 @@ class Function(RewardFunction):
         if timeout is not None and not self.waits:
             raise ValueError(f"timeout={timeout} stops async functions only; use SubprocessReward")
 
-    def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
-        """Return each reply's score, or the error that the function raised."""
+    def scores(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Score]:
+        """Return each response's score, or the error that the function raised."""
         if self.waits:
-            return gather(self.function, rows, replies, timeout=self.timeout, at_once=self.at_once)
+            return gather(
+                self.function, rows, responses, timeout=self.timeout, at_once=self.at_once
+            )
         out: list[Score] = []
-        for row, reply in zip(rows, replies, strict=True):
+        for row, response in zip(rows, responses, strict=True):
             try:
-                out.append(as_score(self.function(row, reply)))
+                out.append(as_score(self.function(row, response)))
             except FAULTS as error:
                 out.append(as_error(error))
         return out
@@ -98,10 +100,10 @@ class Registered(RewardFunction):
         base = self.function or RewardFunction()
         super().__init__(weight=base.weight, on_error=base.on_error)
 
-    def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
+    def scores(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Score]:
         """Return the scores of the function."""
         if self.function is not None:
-            return self.function.scores(rows, replies)
+            return self.function.scores(rows, responses)
         gone = f"{self.name} was given to trainer.train by Python code that has ended"
         return [Refused(f"{gone}; put it into a file and name that: docs/own_task.md")] * len(rows)
 
@@ -113,7 +115,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def as_error(fault: BaseException) -> Exception:
-    """Return an exception of a function as the error of its reply."""
+    """Return an exception of a function as the error of its response."""
     return fault if isinstance(fault, Exception) else RuntimeError(repr(fault))
 
 
@@ -129,28 +131,28 @@ def as_score(value: Any) -> float:
 
 
 def gather(
-    function: Callable[[Row, Reply], Awaitable[Any]],
+    function: Callable[[Row, Response], Awaitable[Any]],
     rows: Sequence[Row],
-    replies: Sequence[Reply],
+    responses: Sequence[Response],
     *,
     timeout: float | None,
     at_once: int,
 ) -> list[Score]:
-    """Return the scores of an async function for all replies, run together."""
+    """Return the scores of an async function for all responses, run together."""
     free = asyncio.Semaphore(at_once)
 
-    async def one(row: Row, reply: Reply) -> Score:
+    async def one(row: Row, response: Response) -> Score:
         async with free:
             try:
                 async with asyncio.timeout(timeout):
-                    return as_score(await function(row, reply))
+                    return as_score(await function(row, response))
             except FAULTS as error:
                 if timeout and isinstance(error, TimeoutError):
                     return TimeoutError(f"no reward within {timeout:g} s")
                 return as_error(error)
 
     async def everything() -> list[Score]:
-        return await asyncio.gather(*map(one, rows, replies))
+        return await asyncio.gather(*map(one, rows, responses))
 
     return finished(everything())
 

@@ -1,6 +1,6 @@
-"""Reward parsers: transforms that reward the answer in a reply's <answer> tags.
+"""Reward parsers: transforms that reward the answer in a response's <answer> tags.
 
-They read only the reply, never the prompt, in every input mode.
+They read only the response, never the prompt, in every input mode.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from envs.chat_io import make_renderer, read_replies
+from envs.chat_io import make_renderer, read_responses
 from envs.rewards.answers import same_mathematics, same_number, tagged
 from envs.transforms.ragged import get_values
 from envs.transforms.transform import Transform
@@ -22,16 +22,16 @@ NAMES = ("reward_answer", "reward_think", "reward_right", "reward", "success")
 
 
 class RewardParser(Transform):
-    """Write the rewards of replies, each [B, 1]; a subclass decides which answers are right.
+    """Write the rewards of responses, each [B, 1]; a subclass decides which answers are right.
 
     `reward_right` is `correct_reward` for a right answer, `format_reward` for another one in
     <answer> tags, else 0; it is added to an existing `reward` [B, 1]. `reward_answer` and
-    `reward_think` mark replies with such tags, `success` right answers.
+    `reward_think` mark responses with such tags, `success` right answers.
     `out_keys` renames the five. `in_keys`: the action and the ground truth, "answer".
 
     `set_done_if_answer`: any answer ends the episode (True), none does (False), or only a right one
     ("right"). `input_mode` and the template are the env's; outside an env, texts and tokens need a
-    `tokenizer`. `eos_token` (default: the tokenizer's) is removed from a reply's end.
+    `tokenizer`. `eos_token` (default: the tokenizer's) is removed from a response's end.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RewardParser(Transform):
         if solutions is None:
             raise ValueError(f"expected the right answers at {self.in_keys[1]!r}, found none")
         solutions = [solutions] * len(next_td) if isinstance(solutions, str) else solutions
-        parts = [tagged(self._trimmed(text)) for text, _ in self._replies(tensordict)]
+        parts = [tagged(self._trimmed(text)) for text, _ in self._responses(tensordict)]
         pairs = zip(parts, solutions, strict=True)
         right = torch.tensor([bool(a) and self.is_right(a, s) for (_, a), s in pairs])
         answered = torch.tensor([bool(a) for _, a in parts])
@@ -84,13 +84,13 @@ class RewardParser(Transform):
         return next_td
 
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
-        return td_reset  # there are no replies yet
+        return td_reset  # there are no responses yet
 
-    def _replies(self, tensordict: TensorDictBase) -> list[tuple[str, bool]]:
+    def _responses(self, tensordict: TensorDictBase) -> list[tuple[str, bool]]:
         renderer = None if self.container is None else self.container.base_env.renderer
         if renderer is None and self.input_mode != "history":
             renderer = make_renderer(self.tokenizer, None, self.input_mode)
-        return read_replies(tensordict, self.input_mode, renderer)
+        return read_responses(tensordict, self.input_mode, renderer)
 
     def _trimmed(self, text: str) -> str:
         for end in ("<|im_end|>", self.eos_token or ""):
@@ -111,8 +111,8 @@ class GSM8KRewardParser(RewardParser):
     >>> from tensordict import TensorDict
     >>> from policies.chats.containers import ChatHistory
     >>> from policies.chats.history import History
-    >>> reply = {"role": "assistant", "content": "<answer>$72</answer>"}
-    >>> full = History.from_chats([[{"role": "user", "content": "48 + 24?"}, reply]])
+    >>> response = {"role": "assistant", "content": "<answer>$72</answer>"}
+    >>> full = History.from_chats([[{"role": "user", "content": "48 + 24?"}, response]])
     >>> td = TensorDict({"answer": ["#### 72"]}, batch_size=[1])
     >>> td["history"] = ChatHistory(full=full, batch_size=[1])
     >>> GSM8KRewardParser()(td)["reward"].tolist()

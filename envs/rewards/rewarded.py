@@ -7,21 +7,22 @@ from collections.abc import Mapping, Sequence
 from envs.rewards.functions import Refused, RewardFunction, Score
 from envs.rewards.validate import columns_hint, compute_rewards, error_location
 from envs.tasks.learnt_reward import LearntScore
-from envs.tasks.task import Message, Reply, Reward, Row, Split, Task, rewards_anything
+from envs.tasks.task import Message, Response, Reward, Row, Split, Task, rewards_anything
 
 
 class Rewarded(Task):
     """A task whose reward is `task_weight` times its own plus the weighted `rewards`.
 
     `rewards` by name; the unweighted score is the reward part of that name, math.nan if it does
-    not apply. Success is the task's; for a task without rewards it is a total above 0, and a reply
-    without any applicable reward is dropped. Without `rewards` such a task rewards nothing: 0.
+    not apply. Success is the task's; for a task without rewards it is a total above 0, and a
+    response without any applicable reward is dropped. Without `rewards` such a task rewards
+    nothing: 0.
 
     >>> from envs.rewards import Function
     >>> from envs.tasks import SortDigits
-    >>> short = Function(lambda row, reply: len(reply.text) < 9, weight=0.5)
+    >>> short = Function(lambda row, response: len(response.text) < 9, weight=0.5)
     >>> task = Rewarded(SortDigits(num_rows=1), {"short": short})
-    >>> done = task.reward(SortDigits().row("21"), Reply("12", True, []))
+    >>> done = task.reward(SortDigits().row("21"), Response("12", True, []))
     >>> done.total, done.parts
     (1.5, {'exact': 1.0, 'format': 1.0, 'short': 1.0})
     """
@@ -48,9 +49,9 @@ class Rewarded(Task):
         """Return the task's demonstrations."""
         return self.task.demonstrations()
 
-    def respond(self, row: Row, reply: Reply) -> list[Message]:
-        """Return the task's messages after the reply."""
-        return self.task.respond(row, reply)
+    def respond(self, row: Row, response: Response) -> list[Message]:
+        """Return the task's messages after the response."""
+        return self.task.respond(row, response)
 
     def label(self, row: Row) -> str | None:
         """Return the task's label of the row."""
@@ -66,12 +67,12 @@ class Rewarded(Task):
             )
         return sorted([*parts, *self.functions])
 
-    def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
-        """Return the sum of all rewards of each reply."""
+    def rewards(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Reward]:
+        """Return the sum of all rewards of each response."""
         base = [Reward(0.0, {}, False)] * len(rows)
         if self.judges:
-            base = compute_rewards(self.task, rows, replies)
-        scores = {name: f.scores(rows, replies) for name, f in self.functions.items()}
+            base = compute_rewards(self.task, rows, responses)
+        scores = {name: f.scores(rows, responses) for name, f in self.functions.items()}
         return [
             self._sum(reward, {name: column[i] for name, column in scores.items()}, rows[i])
             for i, reward in enumerate(base)
@@ -127,6 +128,6 @@ class RewardModel(RewardFunction):
         super().__init__(weight=weight, on_error=on_error)
         self.score = LearntScore(model, score_clip, name="model")
 
-    def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
+    def scores(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Score]:
         """Return the model's score of each chat, all scored together."""
-        return [self.score.clipped(score) for score in self.score.replies(replies)]
+        return [self.score.clipped(score) for score in self.score.responses(responses)]

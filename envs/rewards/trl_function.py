@@ -19,7 +19,7 @@ from envs.rewards.functions import (
     as_score,
     finished,
 )
-from envs.tasks.task import Reply, Row, assistant
+from envs.tasks.task import Response, Row, assistant
 
 HIDDEN = {"messages", "prompt", "prompts", "completion", "completions"}  # as columns
 
@@ -27,15 +27,15 @@ HIDDEN = {"messages", "prompt", "prompts", "completion", "completions"}  # as co
 class TRLFunction(RewardFunction):
     """A function f(prompts, completions, **columns) for TRL's GRPOTrainer, plain or async.
 
-    It returns a number per reply, None for replies that it does not judge. Prompts and completions
-    are texts if the data's prompts are, else lists of messages; `conversational` overrides this.
-    Columns are those of the data. A batch that fails is repeated reply by reply unless
-    on_error=raise; a result without a reward for each reply ends the run.
+    It returns a number per response, None for responses that it does not judge. Prompts and
+    completions are texts if the data's prompts are, else lists of messages; `conversational`
+    overrides this. Columns are those of the data. A batch that fails is repeated response by
+    response unless on_error=raise; a result without a reward for each response ends the run.
 
     >>> def short(completions, most, **kwargs):
     ...     return [len(c[0]["content"]) <= n if n else None for c, n in zip(completions, most)]
     >>> rows = [{"messages": [], "columns": {"most": n}} for n in (3, 2, 0)]
-    >>> TRLFunction(short).scores(rows, [Reply("Yes", True, [])] * 3)
+    >>> TRLFunction(short).scores(rows, [Response("Yes", True, [])] * 3)
     [1.0, 0.0, nan]
     """
 
@@ -56,12 +56,12 @@ class TRLFunction(RewardFunction):
             and parameter.default is parameter.empty
         ]
 
-    def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
-        """Return each reply's score, math.nan for None, or its error."""
+    def scores(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Score]:
+        """Return each response's score, math.nan for None, or its error."""
         if not rows:
             return []
         try:
-            values = self.function(**self._arguments(rows, replies))
+            values = self.function(**self._arguments(rows, responses))
             values = finished(_wait(values)) if inspect.isawaitable(values) else values
             count = len(values) if hasattr(values, "__len__") else f"{values!r:.80}"
             if count != len(rows):
@@ -70,17 +70,19 @@ class TRLFunction(RewardFunction):
         except FAULTS as error:
             if self.on_error == "raise" or len(rows) == 1 or isinstance(error, Refused):
                 return [as_error(error)] * len(rows)
-        return [self.scores([row], [reply])[0] for row, reply in zip(rows, replies, strict=True)]
+        return [
+            self.scores([row], [response])[0] for row, response in zip(rows, responses, strict=True)
+        ]
 
-    def _arguments(self, rows: Sequence[Row], replies: Sequence[Reply]) -> dict[str, Any]:
+    def _arguments(self, rows: Sequence[Row], responses: Sequence[Response]) -> dict[str, Any]:
         """Return the arguments of the function; Refused if it needs more."""
-        pairs = list(zip(rows, replies, strict=True))
-        prompts: list[Any] = [reply.messages[:-1] or row["messages"] for row, reply in pairs]
-        completions: list[Any] = [[assistant(reply.text)] for reply in replies]
+        pairs = list(zip(rows, responses, strict=True))
+        prompts: list[Any] = [response.messages[:-1] or row["messages"] for row, response in pairs]
+        completions: list[Any] = [[assistant(response.text)] for response in responses]
         texts = self.conversational is False
         if texts or (self.conversational is None and isinstance(rows[0].get("question"), str)):
             prompts = [chat[-1]["content"] for chat in prompts]
-            completions = [reply.text for reply in replies]
+            completions = [response.text for response in responses]
         cells = [row.get("columns", row) for row in rows]
         names = dict.fromkeys(name for row in cells for name in row if name not in HIDDEN)
         out = {"prompts": prompts, "completions": completions}
@@ -98,7 +100,7 @@ async def _wait(work: Awaitable[Any]) -> Any:
 
 
 def register(name: str, function: Callable[..., Any] | RewardFunction) -> None:
-    """Register a function of (row, reply) or of TRL's (prompts, completions, ...) by name."""
+    """Register a function of (row, response) or of TRL's (prompts, completions, ...) by name."""
     if not isinstance(function, RewardFunction):
         function = (TRLFunction if is_of_trl(function) else Function)(function)
     REGISTERED[name] = function

@@ -11,7 +11,7 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
-from envs.tasks.task import Reply, Reward, Row, Task, assistant, rewards_anything
+from envs.tasks.task import Response, Reward, Row, Task, assistant, rewards_anything
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -23,15 +23,15 @@ NOT_USERS = (
 )
 
 
-def compute_rewards(task: Task, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
-    """Compute a task's rewards of replies; a plain number becomes a `Reward` without parts.
+def compute_rewards(task: Task, rows: Sequence[Row], responses: Sequence[Response]) -> list[Reward]:
+    """Compute a task's rewards of responses; a plain number becomes a `Reward` without parts.
 
-    ValueError unless every reply has a finite one. An error of the task's code gets a note with
+    ValueError unless every response has a finite one. An error of the task's code gets a note with
     its file and line.
     """
     process = os.getpid()
     try:
-        values = task.rewards(rows, replies)
+        values = task.rewards(rows, responses)
     except Exception as error:
         if place := error_location(error):
             where = f"in the reward of {type(task).__name__}, {place}"
@@ -43,14 +43,16 @@ def compute_rewards(task: Task, rows: Sequence[Row], replies: Sequence[Reply]) -
             os._exit(int(bool(getattr(error, "code", error))))
     name = type(task).__name__
     count = len(values) if hasattr(values, "__len__") else f"{values!r:.80}"
-    if count != len(replies):
-        raise ValueError(f"expected {len(replies)} rewards of {name}, one a reply, got {count}")
+    if count != len(responses):
+        raise ValueError(
+            f"expected {len(responses)} rewards of {name}, one a response, got {count}"
+        )
     rewards = []
-    for value, reply in zip(values, replies, strict=True):
+    for value, response in zip(values, responses, strict=True):
         if (reward := as_reward(value)) is None:
             raise ValueError(
                 f"expected a finite number or an envs.tasks.Reward of {name}, got {value!r:.80} "
-                f"({type(value).__name__}) for the reply {reply.text!r:.80}; return "
+                f"({type(value).__name__}) for the response {response.text!r:.80}; return "
                 "Reward(total=1.0, parts={}, success=True), or a number; an async function goes "
                 "under env.rewards"
             )
@@ -95,9 +97,9 @@ def columns_hint(error: Exception, rows: Sequence[Row]) -> str:
 
 
 def try_reward(task: Task) -> None:
-    """Compute the reward of a reply to a task's first row, before a model is loaded.
+    """Compute the reward of a response to a task's first row, before a model is loaded.
 
-    The reply is the row's answer, or empty if that is not a text. Judges and reward models are
+    The response is the row's answer, or empty if that is not a text. Judges and reward models are
     skipped; errors that on_error allows are warnings.
     """
     task = _without_costly(task)
@@ -107,9 +109,11 @@ def try_reward(task: Task) -> None:
     text = row["answer"] if isinstance(row.get("answer"), str) else ""
     try:
         with chdir(os.getcwd()):  # a reward may change the folder; relative paths are still needed
-            compute_rewards(task, [row], [Reply(text, True, [*row["messages"], assistant(text)])])
+            compute_rewards(
+                task, [row], [Response(text, True, [*row["messages"], assistant(text)])]
+            )
     except Exception as error:
-        error.add_note(f"tried on the first row with the reply {text!r:.80}")
+        error.add_note(f"tried on the first row with the response {text!r:.80}")
         raise
 
 
@@ -128,7 +132,7 @@ def complaint(make: Callable[[], Any], name: str, *, rows: str | None, rewards: 
     """Build a task and read its rows; return the error in one line, or None.
 
     `rows`: the method that a source of demonstrations or preferences calls; `rewards`: whether the
-    task must reward replies.
+    task must reward responses.
     """
     try:
         task = make()
@@ -139,7 +143,7 @@ def complaint(make: Callable[[], Any], name: str, *, rows: str | None, rewards: 
         if rows:
             _check_rows(getattr(task, rows, list)(), f"{name}, {rows}()")
         if rewards and not rewards_anything(task):
-            remedy = "override reward(row, reply) or give env.rewards"
+            remedy = "override reward(row, response) or give env.rewards"
             why = f"which GRPO, PPO and evaluations need; {remedy}"
             return f"{name} rewards nothing, {why}, or set eval.num_samples=0 eval.greedy=false"
     except Exception as error:  # a task is user code

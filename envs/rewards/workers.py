@@ -25,7 +25,7 @@ from typing import Any
 
 from envs.rewards.functions import FAULTS, RewardFunction, Score, as_error, as_score
 from envs.rewards.validate import error_location
-from envs.tasks.task import Reply, Row
+from envs.tasks.task import Response, Row
 
 ROOT = Path(__file__).parents[2]
 BOOT = "import sys; from envs.rewards.workers import serve; serve(*map(int, sys.argv[1:]))"
@@ -33,15 +33,15 @@ START = 120.0  # seconds for a worker's imports on a busy machine
 
 
 class SubprocessReward(RewardFunction):
-    """A function of (row, reply) in `processes` worker processes, killed after `timeout` seconds.
+    """A function of (row, response) in `processes` workers, killed after `timeout` seconds.
 
-    The function must be importable from a module; rows and replies are pickled. A batch of n
-    replies takes at most ceil(n / processes) time-outs.
+    The function must be importable from a module; rows and responses are pickled. A batch of n
+    responses takes at most ceil(n / processes) time-outs.
     """
 
     def __init__(
         self,
-        function: Callable[[Row, Reply], Any],
+        function: Callable[[Row, Response], Any],
         *,
         weight: float = 1.0,
         on_error: str = "raise",
@@ -51,9 +51,11 @@ class SubprocessReward(RewardFunction):
         super().__init__(weight=weight, on_error=on_error)
         self.workers = Workers(function, timeout=timeout, processes=processes)
 
-    def scores(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Score]:
-        """Return each reply's score, or the error, time-out or crash of its worker."""
-        return [_score(value) for value in self.workers.map(list(zip(rows, replies, strict=True)))]
+    def scores(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Score]:
+        """Return each response's score, or the error, time-out or crash of its worker."""
+        return [
+            _score(value) for value in self.workers.map(list(zip(rows, responses, strict=True)))
+        ]
 
 
 def _score(value: Any) -> Score:

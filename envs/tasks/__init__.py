@@ -1,4 +1,4 @@
-"""Tasks: rows, rewards and messages after a reply. Torch-free; names load on first use."""
+"""Tasks: rows, rewards and messages after a response. Torch-free; names load on first use."""
 
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from envs.tasks.math_words import MathWords as MathWords
     from envs.tasks.mix import Mix as Mix
     from envs.tasks.sort_digits import SortDigits as SortDigits
-    from envs.tasks.task import Reply as Reply
+    from envs.tasks.task import Response as Response
     from envs.tasks.task import Reward as Reward
     from envs.tasks.task import Row as Row
     from envs.tasks.task import Task as Task

@@ -6,7 +6,7 @@ from typing import Any
 from envs.rewards.answers import holds_words, plain, similarity
 from envs.tasks.dataset import DatasetTask
 from envs.tasks.math_words import extract_answer, final_answer
-from envs.tasks.task import Reply, Reward, Row
+from envs.tasks.task import Response, Reward, Row
 
 MATCHES = ("exact", "words", "normalised", "fuzzy")
 
@@ -14,19 +14,19 @@ MATCHES = ("exact", "words", "normalised", "fuzzy")
 class Answers(DatasetTask):
     """Questions of a data set, rewarded for the right answer, which is any text or number.
 
-    A reply's answer is its text marked by ####, <answer> or \\boxed, else all of it without
+    A response's answer is its text marked by ####, <answer> or \\boxed, else all of it without
     thoughts. `match` compares it with the right answer.
     exact: the same characters. normalised: the same words, without case, punctuation and spacing; a
-    number by its value. words: the reply contains the right answer as whole words, even if it lists
-    every possible answer. fuzzy: a similarity of at least `threshold`, one typing error in ten
-    letters at 0.9; the part `similarity` is its value.
+    number by its value. words: the response contains the right answer as whole words, even if it
+    lists every possible answer. fuzzy: a similarity of at least `threshold`, one typing error in
+    ten letters at 0.9; the part `similarity` is its value.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "two.jsonl"
     >>> _ = path.write_text('{"question": "Is 7 prime?", "answer": "yes"}\\n' * 2)
     >>> task = Answers(str(path), eval_dataset=str(path), match="normalised")
     >>> row = task.rows("train")[0]
-    >>> [task.reward(row, Reply(text, True, [])).total for text in ("Yes.", "Yes, it is.")]
+    >>> [task.reward(row, Response(text, True, [])).total for text in ("Yes.", "Yes, it is.")]
     [1.0, 0.0]
     """
 
@@ -53,9 +53,9 @@ class Answers(DatasetTask):
             )
         return {**row, "final": final}
 
-    def reward(self, row: Row, reply: Reply) -> Reward:
-        """Return 1 if the reply's answer is right, else 0."""
-        answer, right = extract_answer(reply.text)[0], row["final"]
+    def reward(self, row: Row, response: Response) -> Reward:
+        """Return 1 if the response's answer is right, else 0."""
+        answer, right = extract_answer(response.text)[0], row["final"]
         if self.match == "fuzzy":
             alike = similarity(answer, right)
             correct = alike >= self.threshold

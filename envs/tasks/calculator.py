@@ -9,7 +9,7 @@ One in eight pairs of factors, in any order, is held out by a hash.
 import random
 import zlib
 
-from envs.tasks.task import Generated, Message, Reply, Reward, Row, assistant, user
+from envs.tasks.task import Generated, Message, Response, Reward, Row, assistant, user
 
 QUESTION = "What is {} * {}?"
 FACTORS = range(32, 100)  # every product has four digits
@@ -21,11 +21,11 @@ class Calculator(Generated):
     """Questions such as "What is 57 * 83?", for a tool multiply(a, b) and `env.max_turns=2`.
 
     `num_rows` train rows and 200 eval rows with factors of 32 to 99, a function of `seed`; the eval
-    rows do not depend on it. The reward is 1 for a reply that is the right number and ends by
+    rows do not depend on it. The reward is 1 for a response that is the right number and ends by
     itself, else 0.
 
     >>> task = Calculator(num_rows=10)
-    >>> task.reward(task.row(57, 83), Reply("4731", True, [])).total
+    >>> task.reward(task.row(57, 83), Response("4731", True, [])).total
     1.0
     """
 
@@ -36,9 +36,9 @@ class Calculator(Generated):
         """Return the row that asks for a product."""
         return {"messages": [user(QUESTION.format(a, b))], "factors": [a, b], "answer": str(a * b)}
 
-    def reward(self, row: Row, reply: Reply) -> Reward:
-        """Return 1 for a reply of exactly the answer, else 0."""
-        exact = reply.complete and reply.text.strip() == row["answer"]
+    def reward(self, row: Row, response: Response) -> Reward:
+        """Return 1 for a response of exactly the answer, else 0."""
+        exact = response.complete and response.text.strip() == row["answer"]
         return Reward(total=float(exact), parts={"exact": float(exact)}, success=exact)
 
     def play(self, row: Row, rng: random.Random) -> list[Message]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from envs.chat_rows import load_chats
 from envs.data import map_rows
-from envs.tasks.task import Reply, Reward, Row, Split, Task
+from envs.tasks.task import Response, Reward, Row, Split, Task
 
 SORTED_DIGITS = Path(__file__).parent / "data" / "sorted_digits_preferences.json"
 
@@ -23,11 +23,11 @@ class DatasetTask(Task):
     >>> row = '{"question": "%s", "answer": "yes", "level": 3}'
     >>> _ = path.write_text("\\n".join(row % name for name in ("Now?", "Then?")))
     >>> class Short(DatasetTask):
-    ...     def reward(self, row, reply):
-    ...         short = float(len(reply.text) <= row["columns"]["level"])
+    ...     def reward(self, row, response):
+    ...         short = float(len(response.text) <= row["columns"]["level"])
     ...         return Reward(total=short, parts={"short": short}, success=short == 1)
     >>> task = Short(str(path))
-    >>> task.reward(task.rows("train")[0], Reply("Yes", True, [])).total
+    >>> task.reward(task.rows("train")[0], Response("Yes", True, [])).total
     1.0
     """
 
@@ -80,7 +80,7 @@ def _demonstration(row: Row) -> Row:
 
 
 class Prompts(DatasetTask):
-    """Prompts without answers, for `env.rewards`; a reply with a reward above 0 is right.
+    """Prompts without answers, for `env.rewards`; a response with a reward above 0 is right.
 
     A row has an "answer" only if `columns` names its column; "columns" has all cells.
 
@@ -94,8 +94,8 @@ class Prompts(DatasetTask):
     answers = False
 
     def demonstrations(self) -> Sequence[Row]:
-        """Refuse: there are no replies to imitate."""
-        raise NotImplementedError("Prompts has no replies to imitate; use env=chats for SFT")
+        """Refuse: there are no responses to imitate."""
+        raise NotImplementedError("Prompts has no responses to imitate; use env=chats for SFT")
 
 
 class Chats(DatasetTask):
@@ -114,13 +114,13 @@ class Chats(DatasetTask):
 
     chats_first = True
 
-    def reward(self, row: Row, reply: Reply) -> Reward:
-        """Return 1 for a reply with the words of the data's answer, else 0."""
+    def reward(self, row: Row, response: Response) -> Reward:
+        """Return 1 for a response with the words of the data's answer, else 0."""
         if row["response"].get("tool_calls"):
             return Reward(total=0.0, parts={"exact": math.nan}, success=False, dropped=True)
-        exact = reply.text.split() == row["answer"].split()
+        exact = response.text.split() == row["answer"].split()
         return Reward(
-            total=float(exact), parts={"exact": float(exact)}, success=exact and reply.complete
+            total=float(exact), parts={"exact": float(exact)}, success=exact and response.complete
         )
 
 

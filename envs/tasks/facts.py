@@ -3,7 +3,7 @@
 Train and eval have different subjects (data/facts.json): short, certain answers carry over to eval,
 facts do not. The list has the places whose capital the model completes with probability above 0.3
 after "The capital of X is"; 40 random ones are held out.
-A reply is right if it names the answer, no other answer of the same kind, and ends by itself.
+A response is right if it names the answer, no other answer of the same kind, and ends by itself.
 """
 
 import json
@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from envs.tasks.task import Reply, Reward, Row, Split, Task, assistant, user
+from envs.tasks.task import Response, Reward, Row, Split, Task, assistant, user
 
 DATA = Path(__file__).with_name("data") / "facts.json"
 # Letters that Unicode does not decompose into a base letter and an accent.
@@ -32,9 +32,9 @@ class Facts(Task):
     >>> row = next(row for row in task.rows("train") if row["subject"] == "France")
     >>> row["messages"], row["answers"]
     ([{'role': 'user', 'content': 'What is the capital of France?'}], ['Paris'])
-    >>> task.reward(row, Reply("It is PARIS.", True, [])).total
+    >>> task.reward(row, Response("It is PARIS.", True, [])).total
     1.0
-    >>> task.reward(row, Reply("Paris or Rome.", True, [])).parts
+    >>> task.reward(row, Response("Paris or Rome.", True, [])).parts
     {'named': 1.0, 'ended': 1.0, 'single': 0.0}
     """
 
@@ -46,15 +46,15 @@ class Facts(Task):
         """Return the questions of a split, in the order of the data file."""
         return self._rows[split]
 
-    def reward(self, row: Row, reply: Reply) -> Reward:
-        """Return 1 for a reply that names the answer alone and ends by itself, else 0."""
+    def reward(self, row: Row, response: Response) -> Reward:
+        """Return 1 for a response that names the answer alone and ends by itself, else 0."""
         answers = {plain_text(name) for name in row["answers"]}
         question = f" {plain_text(row['messages'][-1]['content'])} "
-        named = set(self._names[row["kind"]].findall(plain_text(reply.text)))
+        named = set(self._names[row["kind"]].findall(plain_text(response.text)))
         others = {name for name in named - answers if f" {name} " not in question}
         parts = {
             "named": float(bool(named & answers)),
-            "ended": float(reply.complete),
+            "ended": float(response.complete),
             "single": float(not others),
         }
         right = all(parts.values())
@@ -82,7 +82,7 @@ def plain_text(text: str) -> str:
 
 @cache
 def _load(path: Path) -> tuple[dict[str, list[Row]], dict[str, re.Pattern], dict[str, str]]:
-    """Return the rows of each split, and by kind the pattern of all answers and the reply form."""
+    """Return the rows of each split; by kind, the pattern of all answers and the response form."""
     rows: dict[str, list[Row]] = {"train": [], "eval": []}
     names, forms = {}, {}
     for kind, data in _read(path).items():
@@ -95,7 +95,7 @@ def _load(path: Path) -> tuple[dict[str, list[Row]], dict[str, re.Pattern], dict
         # Longest first, so that "New York" does not match "York".
         choice = "|".join(sorted(known, key=len, reverse=True))
         names[kind] = re.compile(rf"(?<!\w)(?:{choice})(?!\w)")
-        forms[kind] = data["reply"]
+        forms[kind] = data["response"]
     return rows, names, forms
 
 
@@ -106,6 +106,6 @@ def _read(path: Path) -> dict[str, dict]:
         if isinstance(kinds, dict) and all(isinstance(data, dict) for data in kinds.values()):
             return kinds
     raise ValueError(
-        f"{path}: expected {{kind: {{question, reply, train, eval}}}} as in {DATA}; rows of your "
-        "own are for env=gsm8k, env=answers or env=own"
+        f"{path}: expected {{kind: {{question, response, train, eval}}}} as in {DATA}; rows of "
+        "your own are for env=gsm8k, env=answers or env=own"
     )

@@ -1,6 +1,6 @@
-"""Reward replies with a trained reward model, as in arXiv 2009.01325 (summarisation).
+"""Reward responses with a trained reward model, as in arXiv 2009.01325 (summarisation).
 
-Prompts come from a data set; its replies are the labels. The default are the packaged pairs of
+Prompts come from a data set; its responses are the labels. The default are the packaged pairs of
 sorted digits, whose reward model `experiment=rm_tiny` trains.
 """
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from envs.tasks.dataset import SORTED_DIGITS, DatasetTask
-from envs.tasks.task import Message, Reply, Reward, Row, assistant
+from envs.tasks.task import Message, Response, Reward, Row, assistant
 from policies.models.find import no_reward_model
 
 
@@ -31,9 +31,11 @@ class LearntScore:
 
         return ChatRewards(self.folder)
 
-    def replies(self, replies: Sequence[Reply]) -> list[float]:
-        """Return the score at the end of each reply, all scored together."""
-        return self._model([reply.messages for reply in replies], [r.complete for r in replies])
+    def responses(self, responses: Sequence[Response]) -> list[float]:
+        """Return the score at the end of each response, all scored together."""
+        return self._model(
+            [response.messages for response in responses], [r.complete for r in responses]
+        )
 
     def chats(self, chats: Sequence[list[Message]]) -> list[float]:
         """Return the score at the end of each complete chat."""
@@ -45,12 +47,12 @@ class LearntScore:
 
 
 class LearntReward(DatasetTask):
-    """Reward a reply with its score minus that of the data's reply, within +-`score_clip`.
+    """Reward a response with its score minus that of the data's response, within +-`score_clip`.
 
     `reward_model` is the folder of a run of `experiment=rm_tiny`, or a folder or hub id of a
-    ForSequenceClassification with one score and a chat template. It is loaded at the first reply;
-    train.py resolves experiment:<name>. `relative=False` uses the score alone. A reply is
-    right if its words are those of the data's reply. The rest as in `DatasetTask`.
+    ForSequenceClassification with one score and a chat template. It is loaded at the first
+    response; train.py resolves experiment:<name>. `relative=False` uses the score alone. A response
+    is right if its words are those of the data's response. The rest as in `DatasetTask`.
     """
 
     packaged = str(SORTED_DIGITS)
@@ -68,15 +70,15 @@ class LearntReward(DatasetTask):
         self.score = LearntScore(reward_model, score_clip, name="reward_model")
         self.relative = relative
 
-    def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
-        """Return the reward of each reply, all scored together."""
-        scores, labels = self.score.replies(replies), [0.0] * len(rows)
+    def rewards(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Reward]:
+        """Return the reward of each response, all scored together."""
+        scores, labels = self.score.responses(responses), [0.0] * len(rows)
         if self.relative:
             chats = [[*row["messages"], assistant(row["answer"])] for row in rows]
             labels = self.score.chats(chats)
-        return [self._reward(*each) for each in zip(rows, replies, scores, labels, strict=True)]
+        return [self._reward(*each) for each in zip(rows, responses, scores, labels, strict=True)]
 
-    def _reward(self, row: Row, reply: Reply, score: float, label: float) -> Reward:
-        exact = reply.complete and reply.text.split() == row["answer"].split()
+    def _reward(self, row: Row, response: Response, score: float, label: float) -> Reward:
+        exact = response.complete and response.text.split() == row["answer"].split()
         total = self.score.clipped(score - label)
         return Reward(total=total, parts={"score": score, "exact": float(exact)}, success=exact)

@@ -8,12 +8,12 @@ from typing import Any
 from envs.rewards.answers import same_mathematics, symbolic_check
 from envs.rewards.workers import LazyFunction, Workers
 from envs.tasks.math_words import MathWords, extract_answer
-from envs.tasks.task import Reply, Reward, Row
+from envs.tasks.task import Response, Reward, Row
 from policies.optional_packages import EXTRAS
 
 
 class MathProblems(MathWords):
-    """Problems with a formula as answer; the reply marks it by \\boxed, <answer> or ####.
+    """Problems with a formula as answer; the response marks it by \\boxed, <answer> or ####.
 
     Answers are compared as numbers and plain LaTeX; with `symbolic`, unequal ones also by
     math-verify, in a separate process for at most `timeout` seconds each. A formula that only
@@ -25,7 +25,7 @@ class MathProblems(MathWords):
     >>> _ = path.write_text(row)
     >>> task = MathProblems(str(path), eval_dataset=str(path), symbolic=False)
     >>> texts = (r"$\\boxed{1.5}$", "1.5", r"\\boxed{1}")
-    >>> [task.reward(task.rows("train")[0], Reply(text, True, [])).total for text in texts]
+    >>> [task.reward(task.rows("train")[0], Response(text, True, [])).total for text in texts]
     [1.0, 0.0, 0.0]
     """
 
@@ -46,13 +46,13 @@ class MathProblems(MathWords):
         self.symbolic = symbolic
         self._workers = Workers(LazyFunction(symbolic_check), timeout=timeout, processes=processes)
 
-    def reward(self, row: Row, reply: Reply) -> Reward:
-        """Return 1 if the reply's marked answer is the right one, else 0."""
-        return self.rewards([row], [reply])[0]
+    def reward(self, row: Row, response: Response) -> Reward:
+        """Return 1 if the response's marked answer is the right one, else 0."""
+        return self.rewards([row], [response])[0]
 
-    def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
-        """Return the reward of each reply; a failed comparison is wrong and counts as an error."""
-        answers = [extract_answer(reply.text) for reply in replies]
+    def rewards(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Reward]:
+        """Return the reward of each response; a failed comparison is wrong, and an error."""
+        answers = [extract_answer(response.text) for response in responses]
         texts = [answer if marked else "" for answer, marked in answers]
         results: list[Any] = [
             same_mathematics(answer, row["final"]) for row, answer in zip(rows, texts, strict=True)
@@ -62,8 +62,8 @@ class MathProblems(MathWords):
             calls = [(texts[i], rows[i]["final"]) for i in open_]
             for i, result in zip(open_, self._workers.map(calls), strict=True):
                 results[i] = result
-        marks = zip(results, answers, replies, strict=True)
-        return [_reward(result, marked, reply) for result, (_, marked), reply in marks]
+        marks = zip(results, answers, responses, strict=True)
+        return [_reward(result, marked, response) for result, (_, marked), response in marks]
 
 
 def _is_new(answer: str, row: Row) -> bool:
@@ -72,7 +72,7 @@ def _is_new(answer: str, row: Row) -> bool:
     return bool(bare) and bare not in re.sub(r"\s", "", row["messages"][-1]["content"])
 
 
-def _reward(result: Any, marked: bool, reply: Reply) -> Reward:
+def _reward(result: Any, marked: bool, response: Response) -> Reward:
     failed = isinstance(result, Exception)
-    parts = {"correct": float(result is True), "format": float(marked and reply.complete)}
+    parts = {"correct": float(result is True), "format": float(marked and response.complete)}
     return Reward(parts["correct"], parts, success=result is True, errors=int(failed))

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from envs.tasks.dataset import DatasetTask
-from envs.tasks.task import Reply, Reward, Row
+from envs.tasks.task import Response, Reward, Row
 
 # A minus after a letter or digit is a dash ("5-3" ends in 3). At most 40 digits, to bound the cost
 # of endless digits.
@@ -34,7 +34,7 @@ class MathWords(DatasetTask):
     """Word problems from a data set, rewarded for the right final number.
 
     `dataset` and the rest as in `envs.chat_rows.load_chats`; a row's "final" is its right answer.
-    The parts: correct (the reward), format (the reply marks its answer and ends by itself). Data
+    The parts: correct (the reward), format (the response marks its answer and ends by itself). Data
     of which half or more of the answers neither hold a number nor mark a text are a ValueError, a
     smaller share is a warning.
 
@@ -46,7 +46,7 @@ class MathWords(DatasetTask):
     ... )
     >>> task = MathWords(str(path), eval_dataset=str(path))
     >>> row = task.rows("train")[0]
-    >>> [task.reward(row, Reply(text, True, [])).total for text in ("It is $42.00.", "42 or 43")]
+    >>> [task.reward(row, Response(text, True, [])).total for text in ("It is $42.00.", "42 or 43")]
     [1.0, 0.0]
     """
 
@@ -60,7 +60,7 @@ class MathWords(DatasetTask):
             fault = f"{len(odd)} of {len(answers)} right answers hold no number, as {odd[0]!r:.60}"
             if 2 * len(odd) >= len(answers):
                 raise ValueError(f"{fault}; mark them by ####, or use env=answers")
-            warnings.warn(f"{fault}: only a reply of the same text earns these", stacklevel=2)
+            warnings.warn(f"{fault}: only a response of the same text earns these", stacklevel=2)
 
     def prepare(self, row: Row) -> Row:
         """Return the row with its right answer as "final"."""
@@ -70,11 +70,11 @@ class MathWords(DatasetTask):
             raise ValueError(f"{fault}, got {row['answer'][-60:]!r}; correct or remove the row")
         return {**row, "final": final}
 
-    def reward(self, row: Row, reply: Reply) -> Reward:
-        """Return 1 if the reply's final answer is the right one, else 0."""
-        answer, marked = extract_answer(reply.text)
+    def reward(self, row: Row, response: Response) -> Reward:
+        """Return 1 if the response's final answer is the right one, else 0."""
+        answer, marked = extract_answer(response.text)
         correct = same_answer(answer, row["final"])
-        parts = {"correct": float(correct), "format": float(marked and reply.complete)}
+        parts = {"correct": float(correct), "format": float(marked and response.complete)}
         return Reward(total=parts["correct"], parts=parts, success=correct)
 
 
@@ -127,7 +127,7 @@ def final_answer(text: str) -> str:
 
 
 def extract_answer(text: str) -> tuple[str, bool]:
-    """Return the answer of a reply, without thoughts, and whether the reply marks it.
+    """Return the answer of a response, without thoughts, and whether the response marks it.
 
     >>> extract_answer("<think>#### 41</think> It is #### 42"), extract_answer("</think> 42 it is")
     (('42', True), ('42 it is', False))

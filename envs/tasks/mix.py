@@ -9,7 +9,7 @@ from functools import cached_property
 
 from envs.data import LazyRows
 from envs.rewards.validate import compute_rewards
-from envs.tasks.task import Message, Reply, Reward, Row, Split, Task
+from envs.tasks.task import Message, Response, Reward, Row, Split, Task
 
 MOST_ROWS = 200_000
 
@@ -55,22 +55,24 @@ class Mix(Task):
         """Return the demonstrations of all tasks, in the same proportions."""
         return mixed_rows({n: t.demonstrations() for n, t in self.tasks.items()}, self)
 
-    def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> list[Reward]:
-        """Return the reward of each reply by its row's task."""
+    def rewards(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Reward]:
+        """Return the reward of each response by its row's task."""
         out: list[Reward] = [Reward(0.0, {}, False)] * len(rows)
         for name, task in self.tasks.items():
             mine = [i for i, row in enumerate(rows) if row["task"] == name]
             if mine:
-                earned = compute_rewards(task, [rows[i] for i in mine], [replies[i] for i in mine])
+                earned = compute_rewards(
+                    task, [rows[i] for i in mine], [responses[i] for i in mine]
+                )
                 for i, reward in zip(mine, earned, strict=True):
                     prefixed = {f"{name}/{part}": value for part, value in reward.parts.items()}
                     parts = dict.fromkeys(self._parts, math.nan) | prefixed  # others do not apply
                     out[i] = dataclasses.replace(reward, parts=parts)
         return out
 
-    def respond(self, row: Row, reply: Reply) -> list[Message]:
+    def respond(self, row: Row, response: Response) -> list[Message]:
         """Return the next messages by the row's task."""
-        return self.tasks[row["task"]].respond(row, reply)
+        return self.tasks[row["task"]].respond(row, response)
 
     def label(self, row: Row) -> str:
         """Return the name of the row's task."""

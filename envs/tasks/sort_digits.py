@@ -10,7 +10,7 @@ import random
 import zlib
 from collections.abc import Sequence
 
-from envs.tasks.task import Generated, Reply, Reward, Row, assistant, user
+from envs.tasks.task import Generated, Response, Reward, Row, assistant, user
 
 QUESTION = "Sort the digits in ascending order: {}"
 HELD_OUT = 8  # one multiset of digits in 8
@@ -30,7 +30,7 @@ class SortDigits(Generated):
     >>> row = task.row("44287")
     >>> row["messages"][0]["content"], row["answer"]
     ('Sort the digits in ascending order: 44287', '24478')
-    >>> task.reward(row, Reply("44287", True, [])).total
+    >>> task.reward(row, Response("44287", True, [])).total
     0.1
     """
 
@@ -50,16 +50,16 @@ class SortDigits(Generated):
         answer = "".join(sorted(digits))
         return {"messages": [user(QUESTION.format(digits))], "digits": digits, "answer": answer}
 
-    def reward(self, row: Row, reply: Reply) -> Reward:
+    def reward(self, row: Row, response: Response) -> Reward:
         """Return 0.9 for the sorted digits plus 0.1 for the form."""
-        text = reply.text.strip()
+        text = response.text.strip()
         exact = text == row["answer"]
         digits = text.isascii() and text.isdigit() and len(text) == len(row["answer"])
-        form = digits and reply.complete
+        form = digits and response.complete
         return Reward(
             total=(9 * exact + form) / 10,
             parts={"exact": float(exact), "format": float(form)},
-            success=exact and reply.complete,
+            success=exact and response.complete,
         )
 
     def demonstrations(self) -> Sequence[Row]:

@@ -1,4 +1,4 @@
-"""The base of tasks: rows that start chats, and rewards of replies.
+"""The base of tasks: rows that start chats, and rewards of responses.
 
 A row is one data example, a dict with "messages" (the prompt) and data for the reward.
 A custom task subclasses `Task`, overrides `rows` and `reward`, and is named by `_target_`.
@@ -17,20 +17,21 @@ Split = Literal["train", "eval"]
 
 
 @dataclass(frozen=True)
-class Reply:
-    """A reply of the policy: its text, whether an end-of-turn token ended it, the chat."""
+class Response:
+    """A response of the policy: its text, whether an end-of-turn token ended it, the chat."""
 
     text: str
     complete: bool
-    messages: list[Message]  # the full chat, this reply last
+    messages: list[Message]  # the full chat, this response last
 
 
 @dataclass(frozen=True)
 class Reward:
-    """The reward of a reply, its logged parts, and whether accuracy counts it as right.
+    """The reward of a response, its logged parts, and whether accuracy counts it as right.
 
-    A part that does not apply to the reply is math.nan: its mean leaves the reply out. `errors`
-    counts failed reward functions; `dropped` excludes the reply and its group from training.
+    A part that does not apply to the response is math.nan: its mean leaves the response out.
+    `errors` counts failed reward functions; `dropped` excludes the response and its group from
+    training.
     """
 
     total: float
@@ -46,10 +47,10 @@ class Task:
     >>> class Polite(Task):
     ...     def rows(self, split):
     ...         return [{"messages": [{"role": "user", "content": "Ask me for the salt."}]}]
-    ...     def reward(self, row, reply):
-    ...         polite = float("please" in reply.text.lower())
+    ...     def reward(self, row, response):
+    ...         polite = float("please" in response.text.lower())
     ...         return Reward(total=polite, parts={"please": polite}, success=polite == 1)
-    >>> Polite().reward({}, Reply("The salt, please.", True, [])).total
+    >>> Polite().reward({}, Response("The salt, please.", True, [])).total
     1.0
     """
 
@@ -59,20 +60,22 @@ class Task:
         """Return the rows of a split; train and eval share none."""
         raise NotImplementedError(f"{type(self).__name__} has no rows: override rows(split)")
 
-    def reward(self, row: Row, reply: Reply) -> Reward | float:
-        """Return the reward of a reply to this row; uses `rewards` if only that is overridden."""
+    def reward(self, row: Row, response: Response) -> Reward | float:
+        """Return the reward of a response to a row; uses `rewards` if only that is overridden."""
         if type(self).rewards is not Task.rewards:
-            return self.rewards([row], [reply])[0]
+            return self.rewards([row], [response])[0]
         raise NotImplementedError(
-            f"{type(self).__name__} rewards nothing, it is for SFT; override reward(row, reply)"
+            f"{type(self).__name__} rewards nothing, it is for SFT; override reward(row, response)"
         )
 
-    def rewards(self, rows: Sequence[Row], replies: Sequence[Reply]) -> Sequence[Reward | float]:
-        """Return the reward of each reply; override it if batches are cheaper."""
-        return [self.reward(row, reply) for row, reply in zip(rows, replies, strict=True)]
+    def rewards(
+        self, rows: Sequence[Row], responses: Sequence[Response]
+    ) -> Sequence[Reward | float]:
+        """Return the reward of each response; override it if batches are cheaper."""
+        return [self.reward(row, response) for row, response in zip(rows, responses, strict=True)]
 
-    def respond(self, row: Row, reply: Reply) -> list[Message]:
-        """Return the messages after the reply; [] ends the episode."""
+    def respond(self, row: Row, response: Response) -> list[Message]:
+        """Return the messages after the response; [] ends the episode."""
         return []
 
     def demonstrations(self) -> Sequence[Row]:
@@ -86,9 +89,9 @@ class Task:
         return self.rows("train")[0]
 
     def part_names(self) -> list[str]:
-        """Return the names of the reward parts, from the reward of an empty reply."""
+        """Return the names of the reward parts, from the reward of an empty response."""
         row = self.make_example()
-        empty = Reply("", True, [*row["messages"], assistant("")])
+        empty = Response("", True, [*row["messages"], assistant("")])
         value = self.rewards([row], [empty])[0]
         return sorted(value.parts) if isinstance(value, Reward) else []
 
@@ -148,7 +151,7 @@ class Generated(Task):
         return self._train if split == "train" else self._eval
 
     def demonstrations(self) -> Sequence[Row]:
-        """Return the train rows with demonstrated replies."""
+        """Return the train rows with demonstrated responses."""
         rng = random.Random(f"demonstrations {self.seed}")
         return [
             {**row, "messages": [*row["messages"], *self.play(row, rng)]} for row in self._train

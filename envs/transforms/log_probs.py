@@ -107,7 +107,7 @@ class RetrieveLogProb(Transform):
         return next_td
 
     def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
-        return td_reset  # there are no replies yet
+        return td_reset  # there are no responses yet
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Add the log-probs."""

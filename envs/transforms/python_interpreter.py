@@ -1,4 +1,4 @@
-"""Run Python in a sandbox: the ```python blocks of a reply, or calls of a tool."""
+"""Run Python in a sandbox: the ```python blocks of a response, or calls of a tool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = re.compile(r"```python[ \t]*\n(.*?)```", re.DOTALL)
 
 
 class PythonInterpreter(ToolTransformBase):
-    """Run the ```python blocks of a reply; each result is a message of role `tool_name`.
+    """Run the ```python blocks of a response; each result is a message of role `tool_name`.
 
     Each block runs in a separate process with the limits of envs/sandbox.py. `timeout` (seconds)
     and `limits` (memory, file_size, processes, max_output of `Sandbox`) apply to one block.

@@ -1,7 +1,7 @@
-"""Parse tool calls in the text of a reply: XML blocks, or one JSON object.
+"""Parse tool calls in the text of a response: XML blocks, or one JSON object.
 
-A parser is any function of a reply that returns {"text", "calls", "meta"}: the reply without its
-calls, `ToolCall`s in order, and their count.
+A parser is any function of a response that returns {"text", "calls", "meta"}: the response without
+its calls, `ToolCall`s in order, and their count.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PatternParser:
         self.pattern = re.compile(pattern, re.DOTALL)
 
     def __call__(self, response: str) -> ParseResult:
-        """Return the calls of a reply."""
+        """Return the calls of a response."""
         calls = [self._call(match) for match in self.pattern.finditer(response)]
         return _result(self.pattern.sub("", response), calls)
 
@@ -72,10 +72,11 @@ class XMLBlockParser(PatternParser):
 class JSONCallParser:
     """Read {"message": "...", "tools": [{"tool": "...", "args": {...}, "tag": "..."}]}.
 
-    The reply is that object, possibly in a ```json block, or a dict; any other text has no calls.
+    The response is that object, possibly in a ```json block, or a dict; any other text has no
+    calls.
 
-    >>> reply = '{"message": "Hm.", "tools": [{"tool": "add", "args": {"a": 1}}]}'
-    >>> parsed = JSONCallParser()(reply)
+    >>> response = '{"message": "Hm.", "tools": [{"tool": "add", "args": {"a": 1}}]}'
+    >>> parsed = JSONCallParser()(response)
     >>> parsed["text"], parsed["calls"][0].tool
     ('Hm.', 'add')
     """
@@ -83,7 +84,7 @@ class JSONCallParser:
     FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*\Z", re.DOTALL)
 
     def __call__(self, response: str | dict[str, Any]) -> ParseResult:
-        """Return the calls of a reply."""
+        """Return the calls of a response."""
         data: Any = response
         if isinstance(response, str):
             fenced = self.FENCE.match(response)

@@ -1,6 +1,6 @@
-"""Execute the tool calls of a reply and append their results to the chat.
+"""Execute the tool calls of a response and append their results to the chat.
 
-Results are messages of role "tool" at the end of the next prompt; the policy then replies again.
+Results are messages of role "tool" at the end of the next prompt; the policy then responses again.
 Errors of a tool are results too: the policy reads them, and the run continues.
 """
 
@@ -109,16 +109,16 @@ def _type_name(kind: Any) -> str:
 
 
 class ToolTransformBase(Transform):
-    """Append the results of a reply's tools to the next prompt, one message per result.
+    """Append the results of a response's tools to the next prompt, one message per result.
 
-    Subclasses implement `_process_batch_item(content, index)`: the results of a reply, None or []
-    without calls. A chat with calls continues without reward, even if its task had ended it, and
+    Subclasses implement `_process_batch_item(content, index)`: the results of a response, None or
+    [] without calls. A chat with calls continues without reward, even if its task had ended it, and
     without the task's next messages; a chat at a limit makes no calls. Needs a ChatEnv in history
     mode (RuntimeError).
     """
 
     tool_role = "tool"
-    chats: Sequence[list[dict[str, Any]]] = ()  # of this step, the replies last
+    chats: Sequence[list[dict[str, Any]]] = ()  # of this step, the responses last
 
     def _process_batch_item(self, content: str, index: int) -> Results:
         raise NotImplementedError(f"{type(self).__name__} has no _process_batch_item")
@@ -173,7 +173,7 @@ class ToolTransformBase(Transform):
 class ExecuteToolsInOrder(ToolTransformBase):
     """Execute the calls that `parser` finds, in order, by the tools of `registry`.
 
-    All results of a reply are one message. `stop_on_error` skips calls after a failed one.
+    All results of a response are one message. `stop_on_error` skips calls after a failed one.
     `pass_state_to_tools` passes tools that take `_state` a dict: "messages" (the chat) and "index"
     (its row). A tool that takes longer than `timeout` (seconds) has failed but is not stopped.
     """

@@ -1,4 +1,4 @@
-"""Render chats to token ids, and replies to the next prompt, by the model's chat template.
+"""Render chats to token ids, and responses to the next prompt, by the model's chat template.
 
 A chat is a list of messages {"role", "content"}. For clean chats the ids are those of
 `tokenizer.apply_chat_template`. Control tokens in contents ("<|im_end|>", ...) are encoded as
@@ -57,7 +57,7 @@ class Renderer:
     r"""Render chats with one tokenizer and one template, that of `find_template`.
 
     `stop_ids` end a turn: the tokenizer's EOS and the token that the template writes after a
-    reply. Raises ValueError if the template cannot render a plain exchange.
+    response. Raises ValueError if the template cannot render a plain exchange.
 
     >>> from policies.models.find import find_model, load_tokenizer
     >>> tokenizer = load_tokenizer(find_model("tiny"))
@@ -150,9 +150,9 @@ class Renderer:
     ) -> list[int]:
         """Return the ids of the next prompt, which start with `ids` unchanged.
 
-        `ids` are the last prompt and the sampled reply, `messages` the same as a chat. A reply
-        without the template's end of turn is closed first. Raises ValueError if the template
-        drops a turn or a new message.
+        `ids` are the last prompt and the sampled response, `messages` the same as a chat. A
+        response without the template's end of turn is closed first. Raises ValueError if the
+        template drops a turn or a new message.
         """
         messages = check_messages(messages)
         new_messages = check_messages(new_messages) if new_messages else []

@@ -127,7 +127,7 @@ class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgument
 
 
 class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
-    """Hold chats as messages: the prompt, the reply, and both. Each history has a time dimension.
+    """Hold chats as messages: prompt, response, and both. Each history has a time dimension.
 
     >>> chat = [{"role": "user", "content": "Hello"}]
     >>> ChatHistory(prompt=History.from_chats([chat]), batch_size=[1]).prompt.chats()
@@ -148,8 +148,8 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
     ) -> Tokens:
         """Return the ids of the rendered chats, ragged rows; `tokenizer` may be a `Renderer`.
 
-        The prompt ends in a generation prompt, the response is the rest of `full`. A cut reply is
-        closed. Raises ValueError if full does not start with the prompt.
+        The prompt ends in a generation prompt, the response is the rest of `full`. A cut response
+        is closed. Raises ValueError if full does not start with the prompt.
         """
         renderer = _renderer(tokenizer, chat_template, chat_template_name)
 
@@ -215,8 +215,8 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
                     texts["response"] = full[len(prompt) :]
                 texts["prompt"] = prompt.removesuffix(read.prompt)
             for name, text in texts.items():
-                reply = exact and name == "response"
-                done[name] = _history(read.reply(text) if reply else read(text))
+                response = exact and name == "response"
+                done[name] = _history(read.response(text) if response else read(text))
             return ChatHistory(**done)
 
         return _by_row(self, chat_of)
@@ -298,23 +298,23 @@ def _extract_responses_from_full_histories(
 ) -> History:
     """Return the messages that follow each prompt in the texts, [B, N], padded with role "<none>".
 
-    A missing reply becomes an assistant message without content. The template is chosen as in
+    A missing response becomes an assistant message without content. The template is chosen as in
     `History.from_text`. Raises RuntimeError if a text holds fewer messages than its prompt.
     """
     read = find_reader(tokenizer, None, chat_template_name)
     pairs = zip(text_full, prompt_histories.chats(), strict=True)
-    replies = [_replies(read, text, prompt) for text, prompt in pairs]
-    size = max(map(len, replies))
+    responses = [_responses(read, text, prompt) for text, prompt in pairs]
+    size = max(map(len, responses))
     filler = {"role": PADDING_ROLE, "content": "", "is_complete": True}
-    return History.from_records([row + [filler] * (size - len(row)) for row in replies])
+    return History.from_records([row + [filler] * (size - len(row)) for row in responses])
 
 
-def _replies(read: Any, text: str, prompt: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _responses(read: Any, text: str, prompt: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages after the prompt in a text, as records."""
     if isinstance(read, Format):  # exact for any contents of the prompt
         begin = read.write(prompt, add_generation_prompt=True)
         if text.startswith(begin):
-            return read.reply(text[len(begin) :])
+            return read.response(text[len(begin) :])
     records = records_of(_history(read(text)))
     if records[0]["role"] == "system" != prompt[0]["role"]:
         records = records[1:]  # the template's default system message

@@ -22,7 +22,7 @@ from policies.specs import Composite, NonTensor
 class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
     """Hold the messages of one or many chats.
 
-    `is_complete` is False for a reply cut before its end-of-turn token; `tools`, on the first
+    `is_complete` is False for a response cut before its end-of-turn token; `tools`, on the first
     message, are the schemas of the chat's tools.
 
     >>> history = History.from_chats([[{"role": "user", "content": "Hi"}]])
@@ -150,7 +150,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         tokenizer's side): a TensorDict of input_ids, attention_mask and assistant_masks (the
         end-of-turn token included), lazily stacked, or dense with `padding`.
         Raises ValueError on a chat that the template refuses and on an assistant mask of a single
-        value for a chat with replies.
+        value for a chat with responses.
         """
         if not isinstance(tokenizer, Renderer):
             tokenizer = Renderer(tokenizer, chat_template, chat_template_name)
@@ -160,7 +160,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         ends = {"add_generation_prompt": add_generation_prompt}
 
         def render(chat: list[dict[str, Any]]) -> Rendered:
-            # an empty mask is correct for a chat without replies
+            # an empty mask is correct for a chat without responses
             answered = any(message["role"] == "assistant" for message in chat)
             need = return_assistant_tokens_mask and answered
             return tokenizer.render(chat, **ends, require_assistant=need)

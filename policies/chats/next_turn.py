@@ -30,7 +30,7 @@ class LostTurn(ValueError):
 
 @dataclass(frozen=True)
 class Gap:
-    """The text from a turn's last content to the next reply, for any contents.
+    """The text from a turn's last content to the next response, for any contents.
 
     `start` is the place in `text`, in characters, from which ids without an end of the turn go on;
     `ends` has the place for ids that end in a token.

@@ -410,12 +410,12 @@ class Outlines:
         names = {m["content"]: m["role"] == "assistant" for m in blank if m["content"]}
         matches = re.finditer("|".join(names), text) if names else ()
         places = [(m.span(), names[m[0]]) for m in matches]
-        for (a, b), replied in places:
+        for (a, b), responded in places:
             covered = [(max(a, s), min(b, e)) for s, e in spans if s < b and a < e]
-            if covered and (not replied or covered != [(a, b)]):
+            if covered and (not responded or covered != [(a, b)]):
                 fault = "puts other text than the assistant's into its turns"
         if fault:  # mask by definition: content and end of turn
-            spans = [span for span, replied in places if replied][-1 if last_turn else 0 :]
+            spans = [span for span, responded in places if responded][-1 if last_turn else 0 :]
         contents = [m["content"] for m in blank]
         pieces = cut(text, contents, [close_turn(text, span, self.ends) for span in spans])
         return Outline(pieces, self.control_of(pieces), fault)
@@ -432,7 +432,7 @@ class Outlines:
     def _find_turns(
         self, messages: Sequence[Message], text: str, last_turn: bool
     ) -> tuple[list[Span], str]:
-        """Return the spans that replies add to their generation prompts, or a fault."""
+        """Return the spans that responses add to their generation prompts, or a fault."""
         spans = []
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         for i in places[-1:] if last_turn else places:
@@ -505,10 +505,10 @@ class Outlines:
         return self.text(self.blank([{"role": role} for role in roles]), False)[0]
 
     def find_end_of_turn(self) -> int | None:
-        """Return the control token that the template writes right after a reply, or None."""
+        """Return the control token that the template writes right after a response, or None."""
         blank = self.blank([{"role": "user"}, {"role": "assistant"}])
-        text, reply = self.text(blank, False)[0], blank[-1]["content"]
-        tail = re.split(reply, text, flags=re.IGNORECASE)[-1]  # a template may write in capitals
+        text, response = self.text(blank, False)[0], blank[-1]["content"]
+        tail = re.split(response, text, flags=re.IGNORECASE)[-1]  # a template may write in capitals
         ids, offsets = self._encoder.encode(tail)
         for token, (start, _) in zip(ids, offsets, strict=True):
             if token in self._encoder.control:

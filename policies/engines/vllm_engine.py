@@ -32,7 +32,7 @@ TOGETHER = 2**16  # prompt tokens per CPU batch; a longer prompt is one batch
 
 
 @dataclass(frozen=True)
-class Reply:
+class EngineResponse:
     """vLLM's result for a row: sampled ids and log-probs, or the log-probs of the row."""
 
     ids: Sequence[int]
@@ -105,18 +105,18 @@ class VLLMEngine(nn.Module):
     def sample(
         self, prompts: Sequence[Tensor], *, streams: Tensor, params: partial[Any]
     ) -> Sampled:
-        """Sample one reply per prompt (1-D ids) on the CPU; a row's stream is its seed."""
+        """Sample one response per prompt (1-D ids) on the CPU; a row's stream is its seed."""
         # 62 bits: vLLM reads -1 as "no seed".
         seeds = [stream & (2**62 - 1) for stream in streams.tolist()]
         sampling = [params(seed=seed if self.seeded else None) for seed in seeds]
         self._check_lengths(prompts, params.keywords["max_tokens"])
         if not self.seeded:
             torch.manual_seed(sum(seeds) % 2**62)  # for vLLM in this process; ranks differ
-        replies = self._run(prompts, sampling)
+        responses = self._run(prompts, sampling)
         return Sampled.of_rows(
-            [torch.tensor(r.ids, dtype=torch.int64) for r in replies],
-            [torch.tensor(r.log_probs, dtype=torch.float32) for r in replies],
-            torch.tensor([r.ended for r in replies], dtype=torch.bool),
+            [torch.tensor(r.ids, dtype=torch.int64) for r in responses],
+            [torch.tensor(r.log_probs, dtype=torch.float32) for r in responses],
+            torch.tensor([r.ended for r in responses], dtype=torch.bool),
         )
 
     def forward(
@@ -171,19 +171,19 @@ class VLLMEngine(nn.Module):
         self._check_lengths(rows, 1)
         params = self._params(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
         done = self._run(rows, [params] * len(rows))
-        return [torch.tensor(reply.scores, dtype=torch.float32) for reply in done]
+        return [torch.tensor(response.scores, dtype=torch.float32) for response in done]
 
     # Calls of vLLM.
 
     def _params(self, **fields: Any) -> Any:
         return _vllm().SamplingParams(flat_logprobs=True, **fields)  # vLLM checks the ranges
 
-    def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[Reply]:
-        """Return vLLM's reply for each row."""
+    def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[EngineResponse]:
+        """Return vLLM's response for each row."""
         prompts = [{"prompt_token_ids": row.tolist()} for row in rows]
         how = {"use_tqdm": False, "lora_request": self.lora}
         done = self.llm.generate(prompts, params, **how) if prompts else []
-        return [_reply(d.outputs[0], d.prompt_logprobs) for d in done]
+        return [_response(d.outputs[0], d.prompt_logprobs) for d in done]
 
     @contextmanager
     def _tempered(self, temperature: float) -> Iterator[None]:
@@ -204,9 +204,9 @@ class VLLMEngine(nn.Module):
             raise ValueError(f"{longest} + {new} tokens exceed vLLM's max_model_len={self.limit}")
 
 
-def _reply(done: Any, prompt_logprobs: Any) -> Reply:
+def _response(done: Any, prompt_logprobs: Any) -> EngineResponse:
     log_probs, scores = (getattr(x, "logprobs", ()) for x in (done.logprobs, prompt_logprobs))
-    return Reply(done.token_ids, log_probs, done.finish_reason == "stop", scores)
+    return EngineResponse(done.token_ids, log_probs, done.finish_reason == "stop", scores)
 
 
 def load_engine(

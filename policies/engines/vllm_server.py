@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from policies.engines.vllm_engine import Reply, VLLMEngine
+from policies.engines.vllm_engine import EngineResponse, VLLMEngine
 from policies.models.lora import base_weights, write_adapter
 from policies.models.weights import WeightStream
 
@@ -193,7 +193,7 @@ class VLLMServer(VLLMEngine):
     def _params(self, **fields: Any) -> Any:
         return fields
 
-    def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[Reply]:
+    def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[EngineResponse]:
         requests = [self.pool.submit(self._one, pair) for pair in zip(rows, params, strict=True)]
         waiting = set(requests)
         try:
@@ -210,7 +210,7 @@ class VLLMServer(VLLMEngine):
             raise
         return [request.result() for request in requests]
 
-    def _one(self, request: tuple[Tensor, dict[str, Any]]) -> Reply:
+    def _one(self, request: tuple[Tensor, dict[str, Any]]) -> EngineResponse:
         row, params = request
         body = {"token_ids": row.tolist(), "sampling_params": params}
         body |= {"model": self.lora} if self.lora else {}
@@ -220,7 +220,9 @@ class VLLMServer(VLLMEngine):
         prompt = (done.get("prompt_logprobs") or ())[1:]
         scores = [next(iter(entry.values()))["logprob"] for entry in prompt]
         ended = choice["finish_reason"] == "stop"
-        return Reply(choice["token_ids"], [one["logprob"] for one in log_probs], ended, scores)
+        return EngineResponse(
+            choice["token_ids"], [one["logprob"] for one in log_probs], ended, scores
+        )
 
     def _tempered(self, temperature: float) -> Any:
         if temperature != 1:

@@ -32,7 +32,7 @@ SAMPLER += ("num_return_sequences", "eos_token_id", "pad_token_id", "skip_specia
 # Arguments of `generate` that are in no config.
 PROCESSORS = ("logits_processor", "prefix_allowed_tokens_fn")
 OBJECTS = (*PROCESSORS, "stopping_criteria", "assistant_model")
-# Options without a log-prob per token or a visible end of reply, unless at this value.
+# Options without a log-prob per token or a visible end of response, unless at this value.
 UNFOLLOWED = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -42,7 +42,7 @@ UNFOLLOWED = {
     "stopping_criteria": None,
     "assistant_model": None,
 }
-# Fields of saved configs that change no reply.
+# Fields of saved configs that change no response.
 IDLE = ("bos_token_id", "output_scores", "return_dict_in_generate", "use_cache")
 IDLE += ("transformers_version",)
 # Defaults of a config's open fields, in place of the model's own config.
@@ -57,7 +57,7 @@ NEUTRAL = {
 
 @dataclass(frozen=True)
 class GenerateKwargs:
-    """Generation options: temperature 0 is greedy; lengths in tokens; stop texts end a reply."""
+    """Generation options: temperature 0 is greedy; lengths in tokens; stop texts end a response."""
 
     temperature: float = 1.0
     max_new_tokens: int = 64
@@ -116,7 +116,7 @@ class GenerateKwargs:
 
     @property
     def num_samples(self) -> int | None:
-        """Return the number of replies per prompt; None is one, without a dimension for it."""
+        """Return the number of responses per prompt; None is one, without a dimension for it."""
         count = self.num_return_sequences
         return None if count == 1 else count
 
@@ -142,13 +142,13 @@ class GenerateKwargs:
         return GenerationConfig(do_sample=True, temperature=self.temperature, **more)
 
     def stop_finder(self, tokenizer: Any) -> Callable[[list[int]], bool] | None:
-        """Return a test of whether a reply holds a stop text; None without stop texts."""
+        """Return a test of whether a response holds a stop text; None without stop texts."""
         if not self.stop:
             return None
         return lambda ids: any(text in tokenizer.decode(ids) for text in self.stop)
 
     def check_positions(self, most: int | None) -> None:
-        """Raise if the longest prompt and reply together exceed the model's `most` positions."""
+        """Raise if the longest prompt and response together exceed the model's `most` positions."""
         total = (self.max_prompt_tokens or 1) + self.max_new_tokens
         if most is not None and total > most:
             raise ValueError(
@@ -162,7 +162,7 @@ class GenerateKwargs:
         return min(self.max_prompt_tokens or torch.inf, positions)
 
     def check_lengths(self, attention: Tensor, most: int | None) -> None:
-        """Raise if a prompt exceeds max_prompt_tokens, or `most` positions with its reply.
+        """Raise if a prompt exceeds max_prompt_tokens, or `most` positions with its response.
 
         attention [B, T] is the mask of the prompts.
         """
@@ -210,7 +210,7 @@ def follow(
     log_probs: bool = True,
     **objects: Any,
 ) -> Sampled:
-    """Generate a reply to each prompt [B, T], padded left, by transformers and its config.
+    """Generate a response to each prompt [B, T], padded left, by transformers and its config.
 
     Log-probs come from the processed scores that a token was sampled from. `max_new_tokens` and
     the EOS ids `ends` replace those of the config. Options without such log-probs are a ValueError
@@ -228,20 +228,20 @@ def follow(
     config.eos_token_id, config.pad_token_id = sorted(ends) or None, pad_token_id
     config.return_dict_in_generate = config.output_scores = True
     out = model.generate(prompts, attention_mask=attention, generation_config=config, **objects)
-    reply = out.sequences[:, prompts.shape[1] :]  # [B, n]
-    values = torch.zeros(reply.shape, device=reply.device)
+    response = out.sequences[:, prompts.shape[1] :]  # [B, n]
+    values = torch.zeros(response.shape, device=response.device)
     if log_probs:
         columns = [
             scores.float().log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
-            for scores, token in zip(out.scores, reply.unbind(-1), strict=True)
+            for scores, token in zip(out.scores, response.unbind(-1), strict=True)
         ]
         values = torch.stack(columns, -1)
-    played = until_end(reply, ends)
-    complete = torch.isin(reply, reply.new_tensor(sorted(ends))).any(-1)
+    played = until_end(response, ends)
+    complete = torch.isin(response, response.new_tensor(sorted(ends))).any(-1)
     if not log_probs:  # rows ended without an EOS token are padded
-        filled = (reply == pad_token_id).flip(-1).cumprod(-1).flip(-1).bool()
+        filled = (response == pad_token_id).flip(-1).cumprod(-1).flip(-1).bool()
         played &= ~filled | complete[:, None]
-    ids, values = reply.masked_fill(~played, 0), values.masked_fill(~played, 0)
+    ids, values = response.masked_fill(~played, 0), values.masked_fill(~played, 0)
     return Sampled(ids, values, played.sum(-1), complete)
 
 
@@ -251,11 +251,11 @@ def config_temperature(config: Any) -> float:
     return 1.0 if temperature is None or not config.do_sample else float(temperature)
 
 
-def until_end(reply: Tensor, ends: Collection[int]) -> Tensor:
-    """Return the mask of reply tokens [B, n] up to and including the first of `ends`.
+def until_end(response: Tensor, ends: Collection[int]) -> Tensor:
+    """Return the mask of response tokens [B, n] up to and including the first of `ends`.
 
     >>> until_end(torch.tensor([[7, 2, 2], [2, 7, 7]]), {2}).int().tolist()
     [[1, 1, 0], [1, 0, 0]]
     """
-    stops = torch.isin(reply, reply.new_tensor(sorted(ends))).long()
+    stops = torch.isin(response, response.new_tensor(sorted(ends))).long()
     return stops.cumsum(-1) - stops == 0

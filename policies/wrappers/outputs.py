@@ -61,22 +61,22 @@ class OutputFormat:
         return torch.nested.nested_tensor_from_jagged(torch.cat(rows), self._offsets[sizes])
 
     def generated(self, prompts: Sequences, sampled: Sampled) -> dict[type, Any]:
-        """Return Tokens, Masks and LogProbs of prompts and replies; prompts have log-probs 0."""
-        real, reply = prompts.attention, sampled.mask
+        """Return Tokens, Masks and LogProbs of prompts and responses; prompts have log-probs 0."""
+        real, sampled_mask = prompts.attention, sampled.mask
         known = torch.zeros_like(real) if prompts.assistant is None else prompts.assistant
         zeros = torch.zeros(real.shape, device=real.device)
-        ids = sampled.ids.masked_fill(~reply, self.pad_token_id)
-        attention = torch.cat([real, reply], -1)  # [B, T]
+        ids = sampled.ids.masked_fill(~sampled_mask, self.pad_token_id)
+        attention = torch.cat([real, sampled_mask], -1)  # [B, T]
         masks = {
             "all_attention_mask": attention,
-            "all_assistant_mask": torch.cat([known, reply], -1),
-            "all_response_mask": torch.cat([torch.zeros_like(real), reply], -1),
+            "all_assistant_mask": torch.cat([known, sampled_mask], -1),
+            "all_response_mask": torch.cat([torch.zeros_like(real), sampled_mask], -1),
         }
         done = {Masks: self.store(Masks, {name: (m, attention) for name, m in masks.items()})}
         pairs = {Tokens: (prompts.tokens, ids), LogProbs: (zeros, sampled.log_probs)}
         for kind, (prompt, response) in pairs.items():
             full = torch.cat([prompt, response], -1), attention
-            parts = {"prompt": (prompt, real), "response": (response, reply), "full": full}
+            parts = {"prompt": (prompt, real), "response": (response, sampled_mask), "full": full}
             done[kind] = self.store(kind, parts)
         return done
 

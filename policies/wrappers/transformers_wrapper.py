@@ -21,9 +21,9 @@ class TransformersWrapper(LLMWrapperBase):
     >>> from policies import ChatHistory, History
     >>> policy = TransformersWrapper("tiny", generate_kwargs={"max_new_tokens": 3}, pad_output=True)
     >>> chat = ChatHistory(prompt=History.from_chats([[{"role": "user", "content": "Sort 3 1"}]]))
-    >>> reply = policy(TensorDict(history=chat, batch_size=[1]))
-    >>> scored = policy.get_new_version(generate=False, inplace=False)(reply)
-    >>> gap = scored["log_probs"].response - reply["log_probs"].response
+    >>> response = policy(TensorDict(history=chat, batch_size=[1]))
+    >>> scored = policy.get_new_version(generate=False, inplace=False)(response)
+    >>> gap = scored["log_probs"].response - response["log_probs"].response
     >>> bool(gap.abs().max() < 1e-4)
     True
     """
@@ -67,7 +67,7 @@ class TransformersWrapper(LLMWrapperBase):
         return sampled
 
     def _sample(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
-        """Sample policy.max_rows replies at a time; by default all, on a GPU as many as fit."""
+        """Sample policy.max_rows responses at a time; by default all, on a GPU as many as fit."""
         longest, total = prompts.shape[1] + self.max_new_tokens, len(prompts)
         size = self.limits.max_rows or rows_that_fit(self.model, longest, prompts.device) or total
         parts = [

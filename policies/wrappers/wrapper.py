@@ -50,7 +50,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     inplace: True writes into the input, False into a new td, "empty" into an empty copy of the
     input; None is True unless there are several samples.
     device: of the model (a named one is loaded there): inputs move there and outputs back.
-    num_samples: replies per prompt, in an additional batch dimension.
+    num_samples: responses per prompt, in an additional batch dimension.
     chat_template_name, chat_template: a known template, or its Jinja text or file.
     *_key: the key of each output; None leaves it out.
     batching: run rows of several threads together, see BatchQueue; sizes alone enable it.
@@ -59,7 +59,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     micro_batch_tokens: the maximum of padded tokens in one scoring forward.
 
     A `stream` [B] in the input seeds each row; otherwise torch's generator does.
-    Log-probs of a reply are those of the sampling distribution (temperature, top-p, ...), scores
+    Log-probs of a response are those of the sampling distribution (temperature, top-p, ...), scores
     those of the full distribution at the temperature.
     """
 
@@ -238,7 +238,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     # Generating.
 
     def _generate(self, td: TensorDictBase) -> TensorDictBase:
-        """Return n replies to each prompt of td [B], [B, n]."""
+        """Return n responses to each prompt of td [B], [B, n]."""
         reader = self.reader(td)
         records = reader.records(td)
         prompts = reader.prompts(td, records)
@@ -259,21 +259,21 @@ class LLMWrapperBase(TensorDictModuleBase):
         out.set("policy_version", torch.full((size * times,), self.version))
         out.set("temperature", torch.full((size * times,), self.temperature or 1.0))
         if self.input_mode != "tokens":
-            replies = self._decode(sampled.ids, sampled.mask & ~sampled.ends(self.stop_ids))
+            responses = self._decode(sampled.ids, sampled.mask & ~sampled.ends(self.stop_ids))
             if self.text_key is not None:
-                out.set(self.text_key, self._generated_texts(prompts, sampled, replies))
+                out.set(self.text_key, self._generated_texts(prompts, sampled, responses))
             if self.history_key is not None and records is not None:
                 prompt_chats = td.get(reader.key) if times == 1 else History.from_records(records)
                 done = sampled.complete.tolist()
-                out.set(self.history_key, _generated_chats(prompt_chats, records, replies, done))
+                out.set(self.history_key, _generated_chats(prompt_chats, records, responses, done))
         return out if self.num_samples is None else out.reshape(size, times)
 
-    def _generated_texts(self, prompts: Sequences, sampled: Sampled, replies: list[str]) -> Text:
-        """Return the texts of prompts, replies and both."""
+    def _generated_texts(self, prompts: Sequences, sampled: Sampled, responses: list[str]) -> Text:
+        """Return the texts of prompts, responses and both."""
         prompt = self._decode(prompts.tokens, prompts.attention)
         ids = torch.cat([prompts.tokens, sampled.ids], -1)
         full = self._decode(ids, torch.cat([prompts.attention, sampled.mask], -1))
-        return Text(prompt=prompt, response=replies, full=full, batch_size=[len(replies)])
+        return Text(prompt=prompt, response=responses, full=full, batch_size=[len(responses)])
 
     def _decode(self, ids: Tensor, mask: Tensor) -> list[str]:
         rows = [row.tolist() for row in unpad(ids, mask)]
@@ -349,7 +349,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     # Methods of engines, on token ids.
 
     def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
-        """Return a reply to each prompt [B, T], padded left; streams [B] seed the rows."""
+        """Return a response to each prompt [B, T], padded left; streams [B] seed the rows."""
         raise NotImplementedError(f"{type(self).__name__} does not generate: it has no _draw")
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
@@ -552,12 +552,12 @@ def _tokenizer_options(kwargs: dict[str, Any], input_mode: str) -> dict[str, Any
 
 
 def _generated_chats(
-    prompts: History, records: Records, replies: list[str], complete: list[bool]
+    prompts: History, records: Records, responses: list[str], complete: list[bool]
 ) -> ChatHistory:
-    """Return the histories of prompts (messages `records`), of replies and of both."""
+    """Return the histories of prompts (messages `records`), of responses and of both."""
     turns = [
         [{"role": "assistant", "content": text, "is_complete": done}]
-        for text, done in zip(replies, complete, strict=True)
+        for text, done in zip(responses, complete, strict=True)
     ]
     both = [[*chat, *turn] for chat, turn in zip(records, turns, strict=True)]
     response, full = History.from_records(turns), History.from_records(both)

@@ -39,12 +39,12 @@ class Words(Task):
     def rows(self, split):
         return [{"messages": [{"role": "user", "content": "sea"}]}]
 
-    def reward(self, row, reply):
+    def reward(self, row, response):
         return Reward(total=0.0, parts={}, success=False)
 
 
-def short(row, reply, *, limit: int = 9) -> float:
-    return float(len(reply.text) <= limit)
+def short(row, response, *, limit: int = 9) -> float:
+    return float(len(response.text) <= limit)
 
 
 def own(task: str, *words: str) -> list[str]:

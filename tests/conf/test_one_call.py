@@ -26,8 +26,8 @@ SMALL = {
 ASKED = ["Hi", "What?", "Name a word.", "7 + 5?"]
 
 
-def length(row, reply) -> float:
-    return float(len(reply.text))
+def length(row, response) -> float:
+    return float(len(response.text))
 
 
 def of_trl(prompts, completions, **columns):
@@ -68,8 +68,8 @@ def test_rows_of_every_kind_are_asked_and_a_reward_gets_their_cells(kind):
         value = [{"role": "user", "content": text}] if kind == "messages" else text
         return text if kind == "text" else {kind: value, "level": level}
 
-    def watch(row, reply):
-        seen.append((reply.messages[-2]["content"], row["columns"].get("level")))
+    def watch(row, response):
+        seen.append((response.messages[-2]["content"], row["columns"].get("level")))
         return 0.5
 
     run = call(watch, [row(text) for text in ASKED])
@@ -85,10 +85,10 @@ def test_functions_of_every_kind_are_rewards_and_two_calls_are_two_runs(place):
     parts = [first.last(f"reward_part/{name}") for name in ("length", "of_trl")]
     assert parts[0] == pytest.approx(parts[1])  # the same numbers by both roads
     assert first.last("reward/mean") == pytest.approx(sum(parts))
-    replies = lines(first.folder / "transcripts.jsonl")
-    assert all("And you?" in line["prompt"] for line in replies if line["kind"] == "before")
+    responses = lines(first.folder / "transcripts.jsonl")
+    assert all("And you?" in line["prompt"] for line in responses if line["kind"] == "before")
     (place / "elsewhere").mkdir()
-    second = call(lambda row, reply: os.chdir(place / "elsewhere") or 0.25)
+    second = call(lambda row, response: os.chdir(place / "elsewhere") or 0.25)
     assert second.last("reward/mean") == pytest.approx(0.25)
     assert second.folder != first.folder
     assert (second.folder / "model").is_dir()
@@ -126,17 +126,17 @@ def test_a_reward_that_fails_is_named_by_its_line_before_a_model_is_loaded(monke
 
     monkeypatch.setattr("policies.load_policy", load)
     with pytest.raises(RuntimeError, match=r"KeyError: 'levels' .*test_one_call.py, line"):
-        call(lambda row, reply: row["levels"])
+        call(lambda row, response: row["levels"])
 
 
 @pytest.mark.runs
 def test_stopping_it_saves_a_checkpoint_and_raises_keyboard_interrupt():
     calls = itertools.count()
 
-    def stops(row, reply):
+    def stops(row, response):
         if next(calls) == 11:
             os.kill(os.getpid(), signal.SIGINT)
-        return length(row, reply)
+        return length(row, response)
 
     before = signal.getsignal(signal.SIGINT)
     long = {"num_iterations": 50, "prompts_per_iteration": 2}

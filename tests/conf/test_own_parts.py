@@ -65,7 +65,7 @@ class Mounted(Counted, Transform):
 
 
 class Rewarding(Counted, RewardFunction):
-    def scores(self, rows, replies):
+    def scores(self, rows, responses):
         self.count += len(rows)
         return [0.001 * self.count] * len(rows)
 

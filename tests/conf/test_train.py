@@ -67,7 +67,7 @@ def test_metrics_and_transcripts_are_of_the_whole_run(small_run):
         assert row["answer"] == "".join(sorted(digits, reverse=reverse))
 
 
-def test_tokens_add_up_to_their_reply(small_run):
+def test_tokens_add_up_to_their_response(small_run):
     rows = lines(small_run.folder / "transcripts.jsonl")
     last = [r for r in rows if r["kind"] == "train" and r["iteration"] == 16]
     kept = {r["rank"]: r for r in last if "rank" in r}

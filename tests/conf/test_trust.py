@@ -83,7 +83,7 @@ def test_values_of_secret_variables_are_in_no_text_and_no_transcript(name, monke
     assert redact_text("a planted-secret in prose") == f"a {HIDDEN} in prose"
     said = {"system": "it is planted-secret", "prompt": "p", "response": "a planted-secret"}
     row = {**said, "kind": "train", "pieces": {"text": ["a ", "planted", "-secret"]}}
-    JsonlTracker(tmp_path).replies([row], 1, kind="train")
+    JsonlTracker(tmp_path).responses([row], 1, kind="train")
     (line,) = read_lines(tmp_path / "transcripts.jsonl")
     assert (line["system"], line["response"]) == (f"it is {HIDDEN}", f"a {HIDDEN}")
     assert "planted" not in str(line)

@@ -1,4 +1,4 @@
-"""Which part of a reply counts as its answer, and when it is right: env=answers, gsm8k and math."""
+"""Which part of a response is its answer, and when it is right: env=answers, gsm8k, math."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from conf.build import make_task
 from conf.compose import compose_checked
 from envs.rewards.answers import same_mathematics, tagged
-from envs.tasks import Answers, MathProblems, MathWords, Reply
+from envs.tasks import Answers, MathProblems, MathWords, Response
 from envs.tasks.math_words import last_number, marked_answer, same_answer
 
 
@@ -36,7 +36,7 @@ def test_an_answer_stands_outside_of_thoughts(text, found):
 
 
 @pytest.mark.parametrize("piece", ["<answer>", "<think>", "</think><think>", "<answer><", "9"])
-def test_endless_replies_cost_little(piece, tmp_path):
+def test_endless_responses_cost_little(piece, tmp_path):
     text, start = piece * 20_000, time.monotonic()
     tagged(text)
     marked_answer(text)
@@ -44,7 +44,7 @@ def test_endless_replies_cost_little(piece, tmp_path):
     path = rows(tmp_path / "d.jsonl", "yes " * 50)
     for match in ("exact", "words", "normalised", "fuzzy"):
         task = Answers(path, eval_dataset=path, match=match)
-        assert not task.reward(task.rows("train")[0], Reply(text, True, [])).success
+        assert not task.reward(task.rows("train")[0], Response(text, True, [])).success
     assert time.monotonic() - start < 12, "38 s when every tag looked through the rest"
 
 
@@ -88,7 +88,7 @@ def test_plain_mathematics_is_the_same_only_where_it_is_exactly(said, right, goo
     assert same_mathematics(said, right) is good
 
 
-# right answer, what a reply says, and by which matches it is right
+# right answer, what a response says, and by which matches it is right
 CASES = [
     ("yes", " **Yes** ", "words normalised fuzzy"),
     ("yes", "yesterday", ""),
@@ -106,7 +106,7 @@ def test_what_is_right_by_each_match(tmp_path, match):
     words = ["env=answers", f"env.dataset={path}", f"env.eval_dataset={path}", f"env.match={match}"]
     task = make_task(compose_checked(words)["env"])
     for row, (_, said, matches) in zip(task.rows("train"), CASES, strict=True):
-        reward = task.reward(row, Reply(said, True, []))
+        reward = task.reward(row, Response(said, True, []))
         assert reward.success is (match in matches.split()), (row["final"], said)
         assert reward.total == reward.parts["correct"] == float(reward.success)
 
@@ -126,7 +126,7 @@ def test_what_is_right_by_each_match(tmp_path, match):
 def test_gsm8k_rewards_the_marked_number_before_the_last_one(tmp_path, text, complete, parts):
     path = rows(tmp_path / "d.jsonl", "six sevens #### 42")
     task = MathWords(path, eval_dataset=path)
-    reward = task.reward(task.rows("train")[0], Reply(text, complete, []))
+    reward = task.reward(task.rows("train")[0], Response(text, complete, []))
     assert (reward.parts["correct"], reward.parts["format"]) == parts
     assert (reward.total, reward.success) == (parts[0], parts[0] == 1)
 

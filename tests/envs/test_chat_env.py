@@ -6,11 +6,11 @@ import pytest
 import torch
 from contracts import Words, make_policy, prompts
 from tensordict import TensorDict, lazy_stack
-from uneven_chats import data, replied
+from uneven_chats import data, responded
 
 from envs import ChatEnv, DatasetChatEnv
 from envs.chat_io import change_chats
-from envs.tasks.task import Reply, Reward, Task, assistant, user
+from envs.tasks.task import Response, Reward, Task, assistant, user
 from envs.transforms import Transform
 from policies.chats.containers import Tokens
 from policies.chats.history import History
@@ -24,15 +24,15 @@ class Counting(Task):
     """Earn the number of this turn; the row says how many turns the chat has."""
 
     def __init__(self) -> None:
-        self.seen: list[Reply] = []
+        self.seen: list[Response] = []
 
-    def reward(self, row: dict, reply: Reply) -> Reward:
-        self.seen.append(reply)
-        turn = sum(m["role"] == "assistant" for m in reply.messages)
+    def reward(self, row: dict, response: Response) -> Reward:
+        self.seen.append(response)
+        turn = sum(m["role"] == "assistant" for m in response.messages)
         return Reward(total=turn, parts={"turn": turn, "half": turn / 2}, success=turn == 2)
 
-    def respond(self, row: dict, reply: Reply) -> list[dict]:
-        turn = sum(m["role"] == "assistant" for m in reply.messages)
+    def respond(self, row: dict, response: Response) -> list[dict]:
+        turn = sum(m["role"] == "assistant" for m in response.messages)
         return [] if turn >= row["turns"] else [{"role": "tool", "content": f"result {turn}"}]
 
 
@@ -60,7 +60,7 @@ def test_a_query_is_enough_without_a_task():
     chats = out["history", "prompt"].chats()
     system = {"role": "system", "content": "Be brief."}
     assert chats[4:] == [[system, user("Three?")]] * 2
-    out = env.step(replied(out, *["yes"] * 6))
+    out = env.step(responded(out, *["yes"] * 6))
     assert out["next", "reward"].tolist() == [[0.0]] * 6
     assert not out["next", "done"].any(), "only a task or a turn limit ends an episode"
     assert list(out["next", "question"]) == [t for t in ASKED for _ in range(2)]
@@ -70,7 +70,7 @@ def test_step_writes_the_outcome_of_each_chat():
     task = Counting()
     env = ChatEnv(task, max_turns=3)
     td = env.reset(data(row("One?", 1), row("Two?", 2), row("Three?", 9)))
-    out = env.step(replied(td, *"abc", complete=[True, True, False]))["next"]
+    out = env.step(responded(td, *"abc", complete=[True, True, False]))["next"]
     want = {"reward": [[1.0]] * 3, "success": [[False]] * 3, "done": [[True], [False], [False]]}
     assert {key: out[key].tolist() for key in want} == want
     assert set(out["reward_part"].keys()) == {"turn", "half"}
@@ -83,13 +83,13 @@ def test_step_writes_the_outcome_of_each_chat():
 
 
 def test_how_an_episode_ends():
-    """(turns of the row, reply complete) -> after a limit of two turns."""
+    """(turns of the row, response complete) -> after a limit of two turns."""
     env = ChatEnv(Counting(), max_turns=2)
     td = env.reset(data(row("a", 2), row("b", 2), row("c", 5), row("d", 5)))
     complete = [True, False, True, False]
-    out = env.step(replied(td, *"xxxx", complete=complete))["next"]
+    out = env.step(responded(td, *"xxxx", complete=complete))["next"]
     assert not out["done"].any()
-    out = env.step(replied(out, *"yyyy", complete=complete))["next"]
+    out = env.step(responded(out, *"yyyy", complete=complete))["next"]
     assert out["terminated"].flatten().tolist() == [True, False, False, False]
     assert out["truncated"].flatten().tolist() == [False, True, True, True]
     assert out["done"].all()
@@ -99,15 +99,15 @@ def test_how_an_episode_ends():
 class Lenient(Words):
     """Report a part only where it applies."""
 
-    def reward(self, row: dict, reply: Reply) -> Reward:
-        parts = {"length": 1.0} | ({"polite": 1.0} if "please" in reply.text else {})
+    def reward(self, row: dict, response: Response) -> Reward:
+        parts = {"length": 1.0} | ({"polite": 1.0} if "please" in response.text else {})
         return Reward(total=1.0, parts=parts, success=True)
 
 
-def test_parts_that_not_every_reply_has_are_an_error():
+def test_parts_that_not_every_response_has_are_an_error():
     env = ChatEnv(Lenient())
     with pytest.raises(ValueError, match="'length', 'polite'"):
-        env.step(replied(env.reset(data(row("a"), row("b"))), "a", "please"))
+        env.step(responded(env.reset(data(row("a"), row("b"))), "a", "please"))
 
 
 MODES = ("history", "text", "tokens")
@@ -126,11 +126,11 @@ def played(mode: str, turns: int) -> TensorDict:
 
 
 def test_text_tokens_and_history_modes_score_alike():
-    """The same draws give the same replies; each mode reads them in its own way."""
+    """The same draws give the same responses; each mode reads them in its own way."""
     want, *others = (played(mode, 1) for mode in MODES)
     assert len(set(want["next", "reward"].flatten().tolist())) > 1
     flags = [want["next", key].flatten().tolist() for key in ("terminated", "truncated")]
-    assert all(any(flag) for flag in flags), "replies that end and replies that are cut"
+    assert all(any(flag) for flag in flags), "responses that end and responses that are cut"
     chats = want["next", "history", "prompt"].chats()
     for other in others:
         for key in ("reward", "success", "terminated", "truncated", "done"):
@@ -186,7 +186,7 @@ def test_ids_after_a_step_are_those_of_a_fresh_rendering():
         ids = [t.get("prompt").tolist() for t in td["tokens"].unbind(0)]
         assert ids == tokenizer(texts)["input_ids"]
         said = f"the number of people {turn}"
-        replied(td, said, said)
+        responded(td, said, said)
         new = tokenizer(said + "<|im_end|>", add_special_tokens=False)["input_ids"]
         full = [torch.tensor(before + new[: len(new) - k]) for k, before in enumerate(ids)]
         td.set("tokens", lazy_stack([Tokens(full=row) for row in full]))  # the second was cut
@@ -194,7 +194,7 @@ def test_ids_after_a_step_are_those_of_a_fresh_rendering():
 
 
 class EditLastTurn(Transform):
-    """Write over the last reply."""
+    """Write over the last response."""
 
     def _step(self, tensordict, next_td):
         edit = lambda chat: [{**m, "content": "No."} for m in chat]  # noqa: E731
@@ -223,7 +223,7 @@ def played_on(mode: str, *gone, **written):
 
 
 def of_a_task(env: ChatEnv) -> TensorDict:
-    return env.step(replied(env.reset(data(row("a"))), "b").exclude("row"))
+    return env.step(responded(env.reset(data(row("a"))), "b").exclude("row"))
 
 
 REFUSED = [

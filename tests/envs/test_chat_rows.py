@@ -178,8 +178,8 @@ def test_a_prompt_of_rl_has_its_calls_and_tools(tmp_path):
 
 def test_preferences_are_texts_or_chats(tmp_path):
     asked = [{"prompt": "w 0?"}, {"prompt": [ASK]}, {"prompt": "w 0?"}]
-    replies = [("18 C", "5"), ([SAY], [WRONG]), (BOTH, [ASK, WRONG])]
-    for row, (chosen, rejected) in zip(asked, replies, strict=True):
+    responses = [("18 C", "5"), ([SAY], [WRONG]), (BOTH, [ASK, WRONG])]
+    for row, (chosen, rejected) in zip(asked, responses, strict=True):
         path = write(tmp_path / "d.jsonl", row | {"chosen": chosen, "rejected": rejected, "n": 1})
         (pair,) = Preferences(path, eval_dataset=path).preferences()
         assert (pair["messages"], pair["chosen"], pair["rejected"]) == ([ASK], "18 C", "5")

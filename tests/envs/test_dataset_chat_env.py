@@ -29,14 +29,14 @@ def asked(td: TensorDict) -> list[str]:
 
 
 def say(env, td: TensorDict, *texts: str) -> TensorDict:
-    """Step with these replies."""
+    """Step with these responses."""
     said = History.from_chats([[assistant(text)] for text in texts])
     td.set(("history", "full"), td["history"].prompt.extend(said, inplace=False, dim=1))
     return env.step(td)["next"]
 
 
 def test_a_right_answer_earns_its_reward(sums):
-    """The system prompt has the tags too: only the reply counts."""
+    """The system prompt has the tags too: only the response counts."""
     env = GSM8KEnv(dataset=sums, shuffle=False, num_envs=3)
     assert "<answer>" in env.SYSTEM_PROMPT
     td = env.reset()
@@ -61,13 +61,13 @@ def test_a_right_answer_earns_its_reward(sums):
 )
 def test_a_wrong_answer_ends_the_episode_only_where_asked(sums, ends, done):
     env = GSM8KEnv(dataset=sums, shuffle=False, num_envs=3, max_steps=2, set_done_if_answer=ends)
-    replies = ("<answer>1</answer>", "<answer>7</answer>", "hm")
-    out = say(env, env.reset(), *replies)
+    responses = ("<answer>1</answer>", "<answer>7</answer>", "hm")
+    out = say(env, env.reset(), *responses)
     assert out["done"].flatten().tolist() == done
-    out = say(env, out, *replies)
+    out = say(env, out, *responses)
     assert out["done"].all()
     assert out["truncated"].all()
-    assert len(out["history"].prompt.chats()[0]) == 4, "system, user and two replies"
+    assert len(out["history"].prompt.chats()[0]) == 4, "system, user and two responses"
 
 
 def test_the_env_keeps_to_its_specs_and_the_trainer_plays_it(sums):

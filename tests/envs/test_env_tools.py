@@ -10,10 +10,10 @@ from typing import Literal
 import pytest
 import yaml
 from tensordict import TensorDict
-from uneven_chats import data, replied
+from uneven_chats import data, responded
 
 from envs import ChatEnv, check_env_specs
-from envs.tasks.task import Reply, Reward, Task, user
+from envs.tasks.task import Response, Reward, Task, user
 from envs.tools import CallReader, CallTools, TypedTool
 from policies.chats.chat_template import Renderer
 from policies.models.find import find_model, load_tokenizer
@@ -186,11 +186,11 @@ def call(name: str, arguments: str = "{}") -> str:
 class Sums(Task):
     """Right is 42; a chat of several turns goes on by a message of the user."""
 
-    def reward(self, row, reply: Reply) -> Reward:
-        good = float("42" in reply.text)
+    def reward(self, row, response: Response) -> Reward:
+        good = float("42" in response.text)
         return Reward(total=good, parts={"good": good}, success=good == 1)
 
-    def respond(self, row, reply: Reply) -> list[dict]:
+    def respond(self, row, response: Response) -> list[dict]:
         return [user("again")] if row.get("again") else []
 
 
@@ -204,7 +204,7 @@ def make_env(task: Task | None = None, **options):
 
 def step(env, *responses: str) -> TensorDict:
     td = env.reset(TensorDict({"query": ["Go."] * len(responses)}, batch_size=[len(responses)]))
-    return env.step(replied(td, *responses))["next"]
+    return env.step(responded(td, *responses))["next"]
 
 
 def results(td: TensorDict) -> list[list[str]]:
@@ -297,7 +297,7 @@ def test_a_call_earns_nothing_and_takes_the_place_of_the_tasks_message():
     rows = [{"messages": [USER], "again": again} for again in (False, True, True)]
     td = env.reset(data(*rows))
     said = call("count", '{"step": 42}')
-    td = env.step(replied(td, said, said, "42"))["next"]
+    td = env.step(responded(td, said, said, "42"))["next"]
     roles = [[m["role"] for m in chat[2:]] for chat in td["history"].prompt.chats()]
     assert roles == [["tool"], ["tool"], ["user"]]
     assert not td["done"].any()

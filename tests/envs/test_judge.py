@@ -10,13 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from envs.rewards import Judge, Rewarded
-from envs.tasks import Reply, SortDigits
+from envs.tasks import Response, SortDigits
 
 ROW = {"messages": [{"role": "user", "content": "6 * 7?"}], "answer": "42"}
 
 
 class Handler(BaseHTTPRequestHandler):
-    """What to do is the last word of the reply that is to be judged."""
+    """What to do is the last word of the response that is to be judged."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -63,15 +63,15 @@ def server() -> Iterator[ThreadingHTTPServer]:
 
 
 def judge(server: ThreadingHTTPServer, **options) -> Judge:
-    options = {"prompt": "{question} {answer} {reply}", "timeout": 5, "wait": 0.01, **options}
+    options = {"prompt": "{question} {answer} {response}", "timeout": 5, "wait": 0.01, **options}
     return Judge(server.url, "judge-1", **options)
 
 
 def scores(made: Judge, *texts: str) -> list:
     """Return the scores; errors as text."""
     said = [{"role": "assistant", "content": ""}]
-    replies = [Reply(text, True, [*ROW["messages"], *said]) for text in texts]
-    found = made.scores([ROW] * len(texts), replies)
+    responses = [Response(text, True, [*ROW["messages"], *said]) for text in texts]
+    found = made.scores([ROW] * len(texts), responses)
     return [str(s) if isinstance(s, Exception) else s for s in found]
 
 
@@ -103,17 +103,17 @@ def test_the_users_key_goes_to_no_other_server_by_itself_or_by_a_redirect(server
 
 def test_fields_of_the_prompt_are_filled_once_and_what_is_a_score():
     made = Judge("http://localhost/v1/", "m")
-    reply = Reply("{answer} {question} {x}", True, [*ROW["messages"], {"content": ""}])
-    assert "<reply>\n{answer} {question} {x}\n</reply>" in made.question(ROW, reply)
+    response = Response("{answer} {question} {x}", True, [*ROW["messages"], {"content": ""}])
+    assert "<response>\n{answer} {question} {x}\n</response>" in made.question(ROW, response)
     read = made.read
-    assert read("The reply says 'Score: 10', which is wrong.\n**Score:** 2/10") == 0.2
+    assert read("The response says 'Score: 10', which is wrong.\n**Score:** 2/10") == 0.2
     assert read("<think>Score: 9?</think>\nScore: 4") == 0.4
     for said in ("The score: 9 would be too much.", "Score: 11", "Score: -1"):
         with pytest.raises(ValueError, match="expected a score"):
             read(said)
 
 
-def test_failing_servers_are_asked_again_nonsense_is_not_and_each_reply_fails_alone(server):
+def test_failing_servers_are_asked_again_nonsense_is_not_and_each_response_fails_alone(server):
     start = time.monotonic()
     tries = {"status:500:3": 3, "status:429:2": 2, "lost:": 2, "score:6": 1, "status:503": 3,
              "status:400": 1, "garbage:": 1, "nonsense:": 1, "score:99": 1}  # fmt: skip
@@ -132,10 +132,12 @@ def test_slow_answers_are_cut_off_also_those_that_drip(server):
     assert time.monotonic() - start < 4
 
 
-def test_a_wrong_key_ends_the_run_and_a_server_that_is_not_there_costs_a_reply(server, monkeypatch):
+def test_a_wrong_key_ends_the_run_and_a_server_that_is_not_there_costs_a_response(
+    server, monkeypatch
+):
     def judged(made: Judge):
         task = Rewarded(SortDigits(num_rows=1), {"judge": made})
-        return task.rewards([task.rows("train")[0]], [Reply("status:401", True, [])])[0]
+        return task.rewards([task.rows("train")[0]], [Response("status:401", True, [])])[0]
 
     monkeypatch.setenv("MY_KEY", "sesame")
     with pytest.raises(ValueError, match=r"env\.rewards\.judge: .*401") as caught:

@@ -32,7 +32,7 @@ from envs.rewards import (
 )
 from envs.rewards.validate import compute_rewards, try_reward
 from envs.rewards.workers import Workers
-from envs.tasks import Reply, SortDigits
+from envs.tasks import Response, SortDigits
 from envs.tasks.mix import Mix
 from envs.tasks.task import Reward, Task, assistant, user
 from trainer.collect import collect
@@ -42,25 +42,25 @@ from trainer.runs.failures import headline
 from trainer.transcripts import transcripts
 
 
-def replies(*texts: str) -> list[Reply]:
-    return [Reply(text, True, [{"role": "assistant", "content": text}]) for text in texts]
+def responses(*texts: str) -> list[Response]:
+    return [Response(text, True, [{"role": "assistant", "content": text}]) for text in texts]
 
 
 def judged(function: RewardFunction, *texts: str) -> list:
     """Return the scores, errors by the name of their type."""
-    found = function.scores([{}] * len(texts), replies(*texts))
+    found = function.scores([{}] * len(texts), responses(*texts))
     return [type(s).__name__ if isinstance(s, Exception) else s for s in found]
 
 
 @pytest.mark.parametrize("fault", [OSError("no"), SystemExit(3), asyncio.CancelledError()])
-def test_a_function_fails_for_its_own_reply_alone(fault):
-    def plain(row: dict, reply: Reply) -> float:
-        if reply.text == "x":
+def test_a_function_fails_for_its_own_response_alone(fault):
+    def plain(row: dict, response: Response) -> float:
+        if response.text == "x":
             raise fault
-        return float(reply.text)
+        return float(response.text)
 
-    async def waiting(row: dict, reply: Reply) -> float:
-        return plain(row, reply)
+    async def waiting(row: dict, response: Response) -> float:
+        return plain(row, response)
 
     name = "OSError" if isinstance(fault, OSError) else "RuntimeError"
     for function in (plain, waiting):
@@ -70,14 +70,14 @@ def test_a_function_fails_for_its_own_reply_alone(fault):
 def test_async_functions_run_together_so_many_at_once_and_each_has_its_own_time():
     now, most = 0, 0
 
-    async def wait(row: dict, reply: Reply) -> float:
+    async def wait(row: dict, response: Response) -> float:
         nonlocal now, most
         now, most = now + 1, max(most, now + 1)
         try:
-            await asyncio.sleep(float(reply.text))
+            await asyncio.sleep(float(response.text))
         finally:
             now -= 1
-        return float(reply.text)
+        return float(response.text)
 
     async def notebook() -> list:
         return judged(Function(functools.partial(wait)), "0", "0")
@@ -101,7 +101,7 @@ def test_wrong_settings_are_named(make, says):
         make()
 
 
-def test_worker_that_hangs_crashes_or_leaves_is_replaced_and_costs_its_reply_alone(tmp_path):
+def test_worker_that_hangs_crashes_or_leaves_is_replaced_and_costs_its_response_alone(tmp_path):
     function = SubprocessReward(
         functools.partial(behave, folder=str(tmp_path)), timeout=2, processes=2
     )
@@ -116,7 +116,7 @@ def test_worker_that_hangs_crashes_or_leaves_is_replaced_and_costs_its_reply_alo
 
 def test_workers_are_few_live_on_and_end_with_their_owner():
     with contextlib.closing(Workers(behave, timeout=20, processes=2)) as workers:
-        calls = [({}, reply) for reply in replies(*["pid"] * 8)]
+        calls = [({}, response) for response in responses(*["pid"] * 8)]
         pids = set(workers.map(calls))
         assert set(workers.map(calls)) <= pids
         assert len(pids) <= 2
@@ -128,15 +128,15 @@ def test_workers_are_few_live_on_and_end_with_their_owner():
         assert [isinstance(value, Exception) for value in unsent] == [True, False]
     assert all(map(gone, pids))
     with pytest.raises(RuntimeError, match=r"no worker for .*pickle"):
-        judged(SubprocessReward(lambda row, reply: 1.0), "a")
+        judged(SubprocessReward(lambda row, response: 1.0), "a")
 
 
 def test_rewards_are_weighed_summed_and_logged_by_name():
-    length = Function(lambda row, reply: len(reply.text), weight=-0.25)
+    length = Function(lambda row, response: len(response.text), weight=-0.25)
     five = Function(lambda *_: 5, weight=2)
     task = Rewarded(SortDigits(), {"length": length, "five": five}, task_weight=0.5)
     row = SortDigits().row("312")
-    first, second = task.rewards([row] * 2, replies("123", "321"))
+    first, second = task.rewards([row] * 2, responses("123", "321"))
     assert first.total == pytest.approx(0.5 * 1.0 - 0.25 * 3 + 2 * 5)
     assert second.total == pytest.approx(0.5 * 0.1 - 0.25 * 3 + 2 * 5)
     assert first.parts == {"exact": 1.0, "format": 1.0, "length": 3, "five": 5}
@@ -147,10 +147,10 @@ def test_rewards_are_weighed_summed_and_logged_by_name():
 
 
 def test_an_error_ends_the_run_or_counts_with_one_warning():
-    def odd(row: dict, reply: Reply) -> float:
-        return 1 / (len(reply.text) % 2)
+    def odd(row: dict, response: Response) -> float:
+        return 1 / (len(response.text) % 2)
 
-    row, said = SortDigits().row("312"), replies("123", "12", "1234")
+    row, said = SortDigits().row("312"), responses("123", "12", "1234")
     with pytest.raises(RuntimeError, match=r"reward odd: ZeroDivisionError.*on_error"):
         Rewarded(SortDigits(), {"odd": Function(odd)}).rewards([row] * 3, said)
     for on_error, dropped in (("zero", False), ("drop_group", True)):
@@ -165,13 +165,13 @@ def test_an_error_ends_the_run_or_counts_with_one_warning():
 
 
 class Failing(RewardFunction):
-    """The n-th reply of all, of those in `fails`, cannot be judged."""
+    """The n-th response of all, of those in `fails`, cannot be judged."""
 
     def __init__(self, *fails: int, **options) -> None:
         super().__init__(**options)
         self.fails, self.seen = fails, 0
 
-    def scores(self, rows, replies):
+    def scores(self, rows, responses):
         first, self.seen = self.seen, self.seen + len(rows)
         return [OSError("gone") if first + i in self.fails else 1.0 for i in range(len(rows))]
 
@@ -218,7 +218,7 @@ def test_evaluation_leaves_dropped_rows_out():
 # What a user's reward does wrong, and functions that were written for TRL.
 
 ROW = {"messages": [user("a")], "columns": {"level": 3}, "task": "x"}
-TWO = [Reply("a", True, []), Reply("b", True, [])]
+TWO = [Response("a", True, []), Response("b", True, [])]
 wrapped = pytest.mark.parametrize(
     "wrap", [lambda t: t, lambda t: Mix({"x": t}), lambda t: Rewarded(t, {})]
 )
@@ -233,13 +233,13 @@ class Plain(Task):
     def rows(self, split):
         return [self.first, {"messages": []}]
 
-    def reward(self, row, reply):
-        self.asked.append((row, reply))
+    def reward(self, row, response):
+        self.asked.append((row, response))
         return self.do(row)
 
 
 class Many(Plain):
-    def rewards(self, rows, replies):
+    def rewards(self, rows, responses):
         return self.do(rows)
 
 
@@ -297,20 +297,20 @@ def test_a_trial_asks_once_with_the_answer_of_the_first_row():
     for more, said in (({"answer": "four"}, "four"), ({"answer": 4}, ""), ({}, "")):
         task = Plain(**more)
         try_reward(task)
-        ((row, reply),) = task.asked
+        ((row, response),) = task.asked
         assert row == ROW | more
-        assert (reply.text, reply.complete) == (said, True)
-        assert reply.messages == [*ROW["messages"], assistant(said)]
+        assert (response.text, response.complete) == (said, True)
+        assert response.messages == [*ROW["messages"], assistant(said)]
     with pytest.raises(ZeroDivisionError) as caught:
         try_reward(Plain(divide, answer="yes"))
-    assert "the reply 'yes'" in headline(caught.value)
+    assert "the response 'yes'" in headline(caught.value)
     try_reward(Task())  # a task for SFT: no rows, no reward
 
 
 def test_a_trial_asks_no_judge_and_no_model():
     asked = []
     rewards = {
-        "own": Function(lambda row, reply: asked.append("own") or 0.5),
+        "own": Function(lambda row, response: asked.append("own") or 0.5),
         "judge": Judge(url="http://127.0.0.1:9", model="none", tries=1, on_error="raise"),
         "model": RewardModel("experiment:rm_tiny"),
     }
@@ -324,8 +324,8 @@ ASKED, FOUR = user("Half of 8?"), assistant("4")
 FIRST = {"role": "system", "content": "Be brief."}
 
 
-def chat(text: str, *before: dict) -> Reply:
-    return Reply(text, True, [*(before or (ASKED,)), assistant(text)])
+def chat(text: str, *before: dict) -> Response:
+    return Response(text, True, [*(before or (ASKED,)), assistant(text)])
 
 
 def row(question, **cells) -> dict:
@@ -364,19 +364,19 @@ def test_async_functions_also_behind_a_wrapper():
     async def waiting(completions, answer, *, scale, **kwargs):
         return [scale * (c == a) for c, a in zip(completions, answer, strict=True)]
 
-    rows, replies = [row("a", answer="4"), row("b", answer="5")], [chat("4")] * 2
+    rows, responses = [row("a", answer="4"), row("b", answer="5")], [chat("4")] * 2
     for function in (functools.partial(waiting, scale=3), lambda **k: waiting(**k, scale=3)):
-        assert TRLFunction(function).scores(rows, replies) == [3.0, 0.0]
+        assert TRLFunction(function).scores(rows, responses) == [3.0, 0.0]
 
 
-def test_an_error_costs_its_own_reply_alone_unless_it_ends_the_run():
+def test_an_error_costs_its_own_response_alone_unless_it_ends_the_run():
     def number(completions, **kwargs):
         return [float(text) for text in completions]
 
-    rows, replies = [row("a")] * 4, [chat("1"), chat("x"), chat("nan"), chat("3")]
-    got = TRLFunction(number, on_error="zero").scores(rows, replies)
+    rows, responses = [row("a")] * 4, [chat("1"), chat("x"), chat("nan"), chat("3")]
+    got = TRLFunction(number, on_error="zero").scores(rows, responses)
     assert [type(s).__name__ for s in got] == ["float", "ValueError", "ValueError", "float"]
-    assert {type(s) for s in TRLFunction(number).scores(rows, replies)} == {ValueError}
+    assert {type(s) for s in TRLFunction(number).scores(rows, responses)} == {ValueError}
     for function, says in (
         (lambda **_: 0.5, "expected 2 rewards, got 0.5"),
         (lambda **_: [1.0], "expected 2 rewards, got 1"),
@@ -387,23 +387,23 @@ def test_an_error_costs_its_own_reply_alone_unless_it_ends_the_run():
             task.rewards([SortDigits().row("12")] * 2, [chat("12")] * 2)
 
 
-def test_none_is_left_out_of_the_sum_and_a_reply_that_nobody_judges_is_dropped():
+def test_none_is_left_out_of_the_sum_and_a_response_that_nobody_judges_is_dropped():
     def sums(completions, kind, **kwargs):
         return [2.0 if k == "sum" else None for k in kind]
 
-    rows, replies = [row("a", kind="sum"), row("b", kind="word")], [chat("1")] * 2
+    rows, responses = [row("a", kind="sum"), row("b", kind="word")], [chat("1")] * 2
     alone = Rewarded(Task(), {"sums": TRLFunction(sums, weight=0.5)})
-    first, second = alone.rewards(rows, replies)
+    first, second = alone.rewards(rows, responses)
     assert (first.total, first.dropped, first.success, first.parts) == (1, False, True, {"sums": 2})
     assert (second.total, second.dropped, second.errors) == (0, True, 0)
     assert math.isnan(second.parts["sums"])
     both = Rewarded(Task(), {"sums": TRLFunction(sums), "one": Function(lambda *_: 1)})
-    assert [(r.total, r.dropped) for r in both.rewards(rows, replies)] == [(3, False), (1, False)]
+    assert [(r.total, r.dropped) for r in both.rewards(rows, responses)] == [(3, False), (1, False)]
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5])
 def test_the_weight_of_the_tasks_reward_holds_without_other_rewards(weight):
     task = make_task(compose_checked(["experiment=grpo_tiny", f"env.task_weight={weight}"])["env"])
     row = task.rows("train")[0]
-    right = Reply(row["answer"], True, [])
+    right = Response(row["answer"], True, [])
     assert task.reward(row, right).total == weight * SortDigits().reward(row, right).total

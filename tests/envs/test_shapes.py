@@ -14,7 +14,7 @@ from runs import ROOT
 from envs.chat_rows import load_chats
 from envs.shapes import SHAPES
 from envs.tasks import Chats, MathWords, Preferences, Prompts
-from envs.tasks.task import Reply
+from envs.tasks.task import Response
 
 CASES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
 HI, HO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
@@ -133,7 +133,7 @@ def test_a_response_to_a_row_whose_response_is_a_call_is_not_judged(tmp_path):
     )
     task = Chats(path, eval_dataset=path)
     for text in ("", '{"name": "f", "arguments": {}}'):
-        reward = task.reward(task.rows("eval")[0], Reply(text, True, []))
+        reward = task.reward(task.rows("eval")[0], Response(text, True, []))
         assert (reward.success, reward.dropped) == (False, True)
 
 

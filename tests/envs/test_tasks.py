@@ -15,7 +15,7 @@ from envs.tasks import (
     Facts,
     MathProblems,
     Mix,
-    Reply,
+    Response,
     Reviews,
     Reward,
     SortDigits,
@@ -25,8 +25,8 @@ from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
 
 
-def reply(text: str, *, complete: bool = True) -> Reply:
-    return Reply(text=text, complete=complete, messages=[])
+def response(text: str, *, complete: bool = True) -> Response:
+    return Response(text=text, complete=complete, messages=[])
 
 
 CAPITALS = {
@@ -51,7 +51,7 @@ def test_facts_hold_out_whole_subjects_and_answers_and_demonstrate_right_ones():
         assert not any(word in question for a in row["answers"] for word in a.lower().split())
     for row in task.demonstrations():
         said = row["messages"][-1]["content"]
-        assert task.reward(row | {"messages": row["messages"][:-1]}, reply(said)).total == 1
+        assert task.reward(row | {"messages": row["messages"][:-1]}, response(said)).total == 1
 
 
 @pytest.mark.parametrize(
@@ -64,15 +64,20 @@ def test_facts_hold_out_whole_subjects_and_answers_and_demonstrate_right_ones():
     ],
 )
 def test_facts_reward_needs_the_answer_alone_and_an_end(tmp_path, subject, text, parts):
-    data = {"question": "Where is {subject}?", "reply": "{answer}", "train": CAPITALS, "eval": {}}
+    data = {
+        "question": "Where is {subject}?",
+        "response": "{answer}",
+        "train": CAPITALS,
+        "eval": {},
+    }
     (tmp_path / "f.json").write_text(json.dumps({"place": data}))
     task = Facts(dataset=str(tmp_path / "f.json"))
     row = next(row for row in task.rows("train") if row["subject"] == subject)
     named, ended, single = parts
-    done = task.reward(row, reply(text))
+    done = task.reward(row, response(text))
     assert done.parts == {"named": named, "ended": ended, "single": single}
     assert (done.total, done.success) == (float(named and single), bool(named and single))
-    cut = task.reward(row, reply(text, complete=False))
+    cut = task.reward(row, response(text, complete=False))
     assert (cut.total, cut.parts["ended"], cut.success) == (0, 0, False)
 
 
@@ -98,7 +103,7 @@ def test_rows_follow_the_seed_and_eval_rows_are_fixed_and_kept_apart(kind, apart
 )
 def test_sort_reward_is_nine_tenths_exact_one_tenth_form(text, complete, total, success):
     task = SortDigits(num_rows=1)
-    done = task.reward(task.row("44287"), reply(text, complete=complete))
+    done = task.reward(task.row("44287"), response(text, complete=complete))
     assert (done.total, done.success) == (total, success)
     assert done.total == pytest.approx(0.9 * done.parts["exact"] + 0.1 * done.parts["format"])
 
@@ -120,7 +125,7 @@ def test_half_of_the_demonstrations_call_and_a_third_of_the_calls_have_a_typo():
 def test_a_review_earns_its_sentiment_and_half_of_praise_that_is_cut_off(text, cut):
     score = SentimentIntensityAnalyzer().polarity_scores(text)["compound"]
     for complete, share in ((True, 1), (False, cut)):
-        done = Reviews().reward({}, reply(text, complete=complete))
+        done = Reviews().reward({}, response(text, complete=complete))
         assert done.parts == {"sentiment": score, "ended": complete}
         assert done.total == pytest.approx(share * score)
         assert done.success is (complete and score > 0.5)
@@ -151,16 +156,16 @@ def problems(tmp_path_factory) -> MathProblems:
 )
 def test_math_reward_is_for_the_boxed_answer_in_any_form(problems, index, text, right):
     """But not for a piece of the question."""
-    done = problems.reward(problems.rows("train")[index], reply(text))
+    done = problems.reward(problems.rows("train")[index], response(text))
     assert (done.total, done.success, done.errors) == (float(right), right, 0)
     assert done.parts["format"] == float("think" not in text)
 
 
 def test_a_comparison_that_takes_too_long_is_wrong_and_counted(problems, monkeypatch):
     rows = problems.rows("train")
-    problems.rewards(rows[1:2], [reply(r"\boxed{x}")])  # the worker is there
+    problems.rewards(rows[1:2], [response(r"\boxed{x}")])  # the worker is there
     monkeypatch.setattr(problems._workers, "timeout", 1.0)
-    (slow,) = problems.rewards(rows[1:2], [reply(r"\boxed{9^{9^{9^{9^{9}}}}}")])
+    (slow,) = problems.rewards(rows[1:2], [response(r"\boxed{9^{9^{9^{9^{9}}}}}")])
     assert (slow.total, slow.errors, slow.success) == (0, 1, False)
 
 
@@ -173,7 +178,7 @@ class Turns(Words):
     def rows(self, split):
         return super().rows(split)[:1]
 
-    def reward(self, row, reply):
+    def reward(self, row, response):
         return Reward(2.0, {"said": 2.0}, success=False)
 
 
@@ -194,17 +199,17 @@ def test_train_rows_come_in_the_proportions_of_the_weights_in_every_stretch():
     assert Counter(digits[:60]) == Counter(digits[60:120]) == Counter(every), "each once a round"
 
 
-def test_each_reply_is_judged_by_its_own_task_and_other_parts_do_not_apply():
+def test_each_response_is_judged_by_its_own_task_and_other_parts_do_not_apply():
     task = mixed()
     rows = {row["task"]: row for row in task.rows("eval")[:3]}
     digits = rows["digits"]["answer"]
     order = [rows["turns"], rows["digits"], rows["facts"], rows["digits"]]
-    got = task.rewards(order, [reply(t) for t in ("x", digits, "Nowhere.", "no")])
+    got = task.rewards(order, [response(t) for t in ("x", digits, "Nowhere.", "no")])
     assert [(r.total, r.success) for r in got] == [(2, False), (1, True), (0, False), (0, False)]
     names = ["digits/exact", "digits/format", "facts/ended", "facts/named", "facts/single"]
     assert task.part_names() == sorted(got[0].parts) == [*names, "turns/said"]
     assert {n for n, v in got[1].parts.items() if not math.isnan(v)} == set(names[:2])
-    assert task.respond(rows["digits"], reply("a")) == []
+    assert task.respond(rows["digits"], response("a")) == []
 
 
 def test_mixed_batches_keep_the_tasks_parts_and_accuracies_apart():

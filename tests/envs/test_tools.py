@@ -8,13 +8,13 @@ import torch
 from contracts import make_policy, plain_log_probs
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from uneven_chats import data, replied
+from uneven_chats import data, responded
 
 from conf.build import make_task
 from conf.compose import compose_checked
 from conf.plan import plan
 from envs import ChatEnv
-from envs.tasks.task import Reply, Reward, Task, assistant, user
+from envs.tasks.task import Response, Reward, Task, assistant, user
 from envs.tools import Call, CallTools, TypedTool
 from envs.transforms import (
     ExecuteToolsInOrder,
@@ -59,15 +59,15 @@ def leave():
     raise SystemExit(2)
 
 
-def say(env, td: TensorDict, *replies: str) -> TensorDict:
-    return env.step(replied(td, *replies))["next"]
+def say(env, td: TensorDict, *responses: str) -> TensorDict:
+    return env.step(responded(td, *responses))["next"]
 
 
-def step(transform, *replies: str) -> TensorDict:
-    """Reset one chat for each reply, and say it."""
+def step(transform, *responses: str) -> TensorDict:
+    """Reset one chat for each response, and say it."""
     env = ChatEnv().append_transform(transform)
-    td = env.reset(TensorDict({"query": ["Go."] * len(replies)}, batch_size=[len(replies)]))
-    return say(env, td, *replies)
+    td = env.reset(TensorDict({"query": ["Go."] * len(responses)}, batch_size=[len(responses)]))
+    return say(env, td, *responses)
 
 
 def call(name: str, args: str = "", tag: str = "") -> str:
@@ -95,13 +95,13 @@ XML, JSON = XMLBlockParser(), JSONCallParser()
         (JSON, "[" * 100_000, [], "[" * 100_000),
     ],
 )  # fmt: skip
-def test_calls_of_a_reply(parser, text, calls, rest):
+def test_calls_of_a_response(parser, text, calls, rest):
     assert parser(text) == {"text": rest, "calls": calls, "meta": {"count": len(calls)}}
 
 
 def test_calls_are_executed_in_their_order_and_answered_in_one_message():
-    reply = call("search", '{"query": "KL"}', ' tag="A"') + call("add", '{"a": 2, "b": 3}')
-    out = step(in_order(), reply, "just words")
+    response = call("search", '{"query": "KL"}', ' tag="A"') + call("add", '{"a": 2, "b": 3}')
+    out = step(in_order(), response, "just words")
     called, other = out["history"].prompt.chats()
     said = '1. search [A] gave: {"results": ["KL"], "asked": 2}\n2. add gave: 5'
     assert called[2:] == [{"role": "tool", "content": said}]
@@ -110,7 +110,7 @@ def test_calls_are_executed_in_their_order_and_answered_in_one_message():
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("response", "said"),
     [
         (call("shop"), "1. shop failed: KeyError: "),
         (call("disk"), "1. disk failed: OSError: no such disk"),
@@ -122,9 +122,11 @@ def test_calls_are_executed_in_their_order_and_answered_in_one_message():
     ],
 )
 @pytest.mark.parametrize("timeout", [None, 9.0])
-def test_what_goes_wrong_is_data_for_the_policy(reply, said, timeout):
+def test_what_goes_wrong_is_data_for_the_policy(response, said, timeout):
     for stop in (True, False):
-        out = step(in_order(timeout=timeout, stop_on_error=stop), reply + call("add", '{"a": 1}'))
+        out = step(
+            in_order(timeout=timeout, stop_on_error=stop), response + call("add", '{"a": 1}')
+        )
         text = out["history"].prompt.chats()[0][-1]["content"]
         assert text.startswith(said)
         assert text.endswith("\n2. add gave: 2.0") is not (stop and "failed" in said)
@@ -145,8 +147,8 @@ def test_simple_tools_are_plain_functions_and_one_that_hangs_has_failed():
 class Sums(Task):
     """Right is 42."""
 
-    def reward(self, row, reply: Reply) -> Reward:
-        good = float("42" in reply.text)
+    def reward(self, row, response: Response) -> Reward:
+        good = float("42" in response.text)
         return Reward(total=good, parts={"good": good}, success=good == 1)
 
 
@@ -213,19 +215,19 @@ def test_results_are_never_control_tokens_and_sampled_ids_never_change(tools, la
         chat = [user(asked["query"][i // 4])]
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         assert runs[0] == tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert len(runs) == 6, "the prompt, three replies, and what stands between them"
-        for reply, between in zip(runs[1::2], runs[2::2], strict=False):
+        assert len(runs) == 6, "the prompt, three responses, and what stands between them"
+        for response, between in zip(runs[1::2], runs[2::2], strict=False):
             control = [x for x in between if x in tokenizer.added_tokens_decoder]
-            assert control == [end] * (reply[-1] != end) + [start, end, start]
+            assert control == [end] * (response[-1] != end) + [start, end, start]
             assert f"{label}{NASTY}<|im_end|>" in tokenizer.decode(between)
         shown = transcript(batch, i, 1, kind="train")["messages"]
         assert [m["content"] for m in shown if m["role"] == "tool"] == [f"{label}{NASTY}"] * 2
-        for reply in runs[1::2]:
-            again = tokenizer(tokenizer.decode(reply), add_special_tokens=False)["input_ids"]
-            changed += again != reply
+        for response in runs[1::2]:
+            again = tokenizer(tokenizer.decode(response), add_special_tokens=False)["input_ids"]
+            changed += again != response
         got = batch["log_probs", "full"][i][real].double()
         assert torch.allclose(got, plain_log_probs(policy, ids, 1.0) * sampled, atol=1e-4)
-    assert changed > 4, "of 24 replies: decode -> encode is not the identity"
+    assert changed > 4, "of 24 responses: decode -> encode is not the identity"
     if not label:
         assert batch["logged", "tools/calls"].tolist() == [2] * 8
 
@@ -235,8 +237,8 @@ def code(text: str) -> str:
 
 
 def test_python_blocks_run_and_answer():
-    replies = (code("a = 1\nprint(f'{a=}')") + code("print(a)"), "no code", code("print(6 * 7)"))
-    chats = step(PythonInterpreter(timeout=20), *replies)["history"].prompt.chats()
+    responses = (code("a = 1\nprint(f'{a=}')") + code("print(a)"), "no code", code("print(6 * 7)"))
+    chats = step(PythonInterpreter(timeout=20), *responses)["history"].prompt.chats()
     assert [len(c) for c in chats] == [4, 2, 3]
     assert chats[0][2]["content"] == "Code block 1 ran:\na=1"
     assert chats[0][3]["content"].startswith("Code block 2 failed:\n"), "each block starts afresh"

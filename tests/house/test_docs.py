@@ -26,7 +26,7 @@ from conf.cli import expand
 from conf.compose import compose, compose_checked
 from conf.hints import other_names
 from conf.schema import all_keys
-from envs.tasks import Reply
+from envs.tasks import Response
 from policies.load import load_policy
 
 DOCS = ROOT / "docs"
@@ -232,14 +232,14 @@ def test_own_task_page_makes_rows_and_shows_what_a_try_prints(place, capsys):
 
 def test_own_task_page_adds_a_reward(place):
     with (place / "my_tasks.py").open("a") as file:
-        file.write('def polite(row, reply): return float("please" in reply.text)')
+        file.write('def polite(row, response): return float("please" in response.text)')
     (place / "configs" / "env").mkdir(parents=True)
     (place / "configs" / "env" / "brief.yaml").write_text(block("yaml") + block("yaml", 1))
     words = [f"hydra.searchpath=[file://{place}/configs]", "env=brief", "allow_targets=true"]
     task = make_task(compose_checked(words)["env"])
     row = task.rows("eval")[0]
     for text, total in (("please", 0.2 + 0.2), (row["answer"], 1.0)):
-        assert task.reward(row, Reply(text, True, [])).total == pytest.approx(total)
+        assert task.reward(row, Response(text, True, [])).total == pytest.approx(total)
 
 
 def test_trl_page_takes_data_and_function_as_they_are(place):
@@ -248,7 +248,9 @@ def test_trl_page_takes_data_and_function_as_they_are(place):
     rows = [*task.rows("train"), *task.rows("eval")]
     assert {row["messages"][0]["content"] for row in rows} == {"What is 2 + 2?", "What is 3 * 4?"}
     texts = [row["columns"]["answer"] for row in rows]
-    rewards = task.rewards(rows * 2, [Reply(f"It is {t}.", True, []) for t in [*texts, "7", "7"]])
+    rewards = task.rewards(
+        rows * 2, [Response(f"It is {t}.", True, []) for t in [*texts, "7", "7"]]
+    )
     assert [(r.total, r.success) for r in rewards] == [(1, True)] * 2 + [(0, False)] * 2
 
 

@@ -39,7 +39,7 @@ EOS = {  # by the start of a template's name, the longest first
 }
 # Templates of models with images: they read contents as parts.
 PARTS = re.compile("idefics3|smolvlm|llava_next")
-# The generation prompt opens a thought that the template does not write for a reply without one.
+# The generation prompt opens a thought that the template does not write for a response without one.
 OPENED = re.compile("(deepseek_r1_distill|deepseekv3|nemotron_3_(nano|super|ultra|5_lightning))$")
 NO_END = {"glm4moe"}  # a run says that no end of turn is learnt
 # Formats of calls by the start of a template's name, and whether it writes one call at most.

@@ -33,7 +33,7 @@ def float64():
 
 
 def two_engines() -> Data:
-    """Replies of another engine: what the trainer scores is not what sampled."""
+    """Responses of another engine: what the trainer scores is not what sampled."""
     d = draw(move=0.5)
     return replace(d, old=2 * d.curr - d.gen)
 

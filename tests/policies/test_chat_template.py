@@ -36,7 +36,7 @@ MACRO = (  # transformers counts the characters of its output from a wrong start
     "{% macro say(m) %}" + TAGS + "{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}"
 ) + PROMPT
 LINES = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-# Earlier replies lose what they thought; the last one always has a place for it.
+# Earlier responses lose what they thought; the last one always has a place for it.
 QWEN3 = (
     "{% for m in messages %}{% set said = m['content'] %}"
     "{% if '</think>' in said %}{% set said = said.split('</think>')[1].lstrip('\n') %}{% endif %}"
@@ -107,7 +107,7 @@ MARKUP = [*"a <\n", *(token for kind in SPECIAL for token in SPECIAL[kind]), "<t
 
 @st.composite
 def chats(draw, kind, parts=PARTS):
-    """Draw a chat that ends with a reply; a turn begins and ends in tokens of its own."""
+    """Draw a chat that ends with a response; a turn begins and ends in tokens of its own."""
     texts = st.lists(st.sampled_from(parts), max_size=12).map("".join)
     chat = []
     for _ in range(draw(st.integers(1, 3))):
@@ -146,19 +146,19 @@ def test_ids_and_text_are_those_of_apply_chat_template(kind, data):
     assert done.ids == ids_of(renderer.tokenizer, asked, add_generation_prompt=True)
     assert renderer.render(chat).ids == ids_of(renderer.tokenizer, chat)
     assert renderer.text(chat) == ids_of(renderer.tokenizer, chat, tokenize=False)
-    if len(chat) > 1:  # else the reply follows on no prompt
-        end = max(i for i, replied in enumerate(done.assistant) if replied)
+    if len(chat) > 1:  # else the response follows on no prompt
+        end = max(i for i, responded in enumerate(done.assistant) if responded)
         for cut in (end, end + 1):  # without and with the end of turn
             assert renderer.extend(done.ids[:cut], chat, asked[-1:]) == done.ids
 
 
 @pytest.mark.parametrize("kind", ENDS)
 @given(data=st.data())
-def test_the_mask_is_the_replies_and_their_ends_and_contents_stay_text(kind, data):
+def test_the_mask_is_the_responses_and_their_ends_and_contents_stay_text(kind, data):
     renderer, chat = renderer_of(kind), data.draw(chats(kind, MARKUP))
     done = renderer.render(chat, require_assistant=True)
-    replies = [m["content"] for m in chat if m["role"] == "assistant"]
-    said = "".join(reply + ENDS[kind] for reply in replies)
+    responses = [m["content"] for m in chat if m["role"] == "assistant"]
+    said = "".join(response + ENDS[kind] for response in responses)
     assert said_by(renderer.tokenizer, done) == said
     assert decode(renderer.tokenizer, done.ids) == renderer.text(chat)
     harmless = renderer.render([m | {"content": "qword."} for m in chat])
@@ -372,7 +372,7 @@ def test_a_turn_is_learnt_after_the_prompt_that_it_answers(template, chat, said)
         (TEMPLATES["gemma"], [user("a"), user("b")], KEY),  # roles that it refuses
         (QWEN3, TWO, f"turn 2.*{KEY}"),
         (MACRO, TWO, KEY),  # tags in other places
-        (OPENS, TWO[:2], f"turn 2.*{KEY}"),  # a prompt that the reply does not begin with
+        (OPENS, TWO[:2], f"turn 2.*{KEY}"),  # a prompt that the response does not begin with
         (NO_SYSTEM, [{"role": "system", "content": "s"}, *TWO], rf"\(system\).*{KEY}"),
     ],
 )

@@ -24,8 +24,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
 ]
 ASK = {"role": "user", "content": "Hi"}
-REPLY = {"role": "assistant", "content": "Yo"}
-SHORT, LONG = [ASK], [{"role": "system", "content": "Be kind"}, ASK, REPLY]
+RESPONSE = {"role": "assistant", "content": "Yo"}
+SHORT, LONG = [ASK], [{"role": "system", "content": "Be kind"}, ASK, RESPONSE]
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -79,8 +79,8 @@ def test_stacks_of_stacks_and_dense_data_are_read_by_the_same_helpers():
 
 OLD = version("tensordict").startswith("0.14.")
 CHATS = [
-    ([ASK], [REPLY]),
-    ([{"role": "system", "content": "Sort"}, {"role": "user", "content": "1 2\n\n "}], [REPLY]),
+    ([ASK], [RESPONSE]),
+    ([{"role": "system", "content": "Sort"}, {"role": "user", "content": "1 2\n\n "}], [RESPONSE]),
 ]
 
 
@@ -90,9 +90,9 @@ def tokenizer():
 
 
 def chats(*fields: str) -> ChatHistory:
-    prompt, reply = (History.from_chats([pair[i] for pair in CHATS]) for i in (0, 1))
-    full = prompt.extend(reply, inplace=False, dim=1)
-    known = {"prompt": prompt, "response": reply, "full": full}
+    prompt, response = (History.from_chats([pair[i] for pair in CHATS]) for i in (0, 1))
+    full = prompt.extend(response, inplace=False, dim=1)
+    known = {"prompt": prompt, "response": response, "full": full}
     return ChatHistory(**{name: known[name] for name in fields or known}, batch_size=[2])
 
 
@@ -194,11 +194,11 @@ def test_chats_come_out_as_they_went_in_and_grow_as_lists_do(pairs):
     assert history.chats() == longer.chats()
 
 
-def test_a_batch_is_ragged_and_keeps_which_replies_were_cut():
+def test_a_batch_is_ragged_and_keeps_which_responses_were_cut():
     history = History.from_chats([SHORT, LONG])
     assert history.get("role", as_list=True) == [["user"], ["system", "user", "assistant"]]
-    replies = History.from_chats([[REPLY | {"is_complete": done}] for done in (False, True)])
-    full = history.extend(replies, inplace=False, dim=1)
+    responses = History.from_chats([[RESPONSE | {"is_complete": done}] for done in (False, True)])
+    full = history.extend(responses, inplace=False, dim=1)
     assert full.get("is_complete") == [[True, False], [True] * 4]
     deep = History.from_chats([[SHORT], [LONG]])
     deep.extend(History.from_chats([[LONG], [SHORT]]), dim=1)
@@ -226,7 +226,7 @@ def test_stacked_messages_are_rendered_as_text_and_padding_ones_are_not(chatml):
 
 
 def test_masks_of_ragged_and_padded_batches(chatml):
-    other = [ASK, REPLY, ASK, {"role": "assistant", "content": "longer"}]
+    other = [ASK, RESPONSE, ASK, {"role": "assistant", "content": "longer"}]
     batch = History.from_chats([LONG, other])
     options = {"tokenizer": chatml, "add_generation_prompt": False}
     td = batch.apply_chat_template(return_dict=True, **options)
@@ -240,7 +240,7 @@ def test_masks_of_ragged_and_padded_batches(chatml):
     assert torch.equal(dense["assistant_masks"], pad(masks))
 
 
-def test_only_a_chat_with_a_reply_needs_an_assistant_mask(chatml):
+def test_only_a_chat_with_a_response_needs_an_assistant_mask(chatml):
     options = {"tokenizer": chatml, "return_assistant_tokens_mask": True}
     td = History.from_chats([SHORT, LONG]).apply_chat_template(**options)
     assert [m.any().item() for m in td.get("assistant_masks", as_list=True)] == [False, True]

@@ -13,7 +13,7 @@ from policies.random import fold
 from policies.sampler import Stop, sample
 
 V = 97
-STOP = Stop(frozenset(range(4)))  # with random weights a token in 24 ends a reply
+STOP = Stop(frozenset(range(4)))  # with random weights a token in 24 ends a response
 
 
 class Plain(GraphDecoding):
@@ -36,7 +36,7 @@ def make_model(dtype: torch.dtype = torch.float32, **more) -> Qwen2ForCausalLM:
 
 
 def draw(model, monkeypatch, kind, *, max_new_tokens: int = 90, rows: int = 24):
-    """Sample replies to two prompts of 3 and 7 tokens, which some rows share."""
+    """Sample responses to two prompts of 3 and 7 tokens, which some rows share."""
     prompts = torch.arange(14).reshape(2, 7).repeat_interleave(rows // 2, 0) + 20
     attention = torch.ones_like(prompts, dtype=torch.bool)
     attention[: rows // 2, :4] = False
@@ -61,7 +61,7 @@ def test_the_bytes_of_a_row_cover_its_cache():
 
 
 @pytest.mark.parametrize(("room", "few"), [(8, 24), (128, 4)])
-def test_buffers_give_the_replies_of_a_growing_cache(monkeypatch, room, few):
+def test_buffers_give_the_responses_of_a_growing_cache(monkeypatch, room, few):
     model = make_model(torch.float64)
     monkeypatch.setattr(decoding, "ROOM", room)
     monkeypatch.setattr(decoding, "FEW", few)
@@ -71,7 +71,7 @@ def test_buffers_give_the_replies_of_a_growing_cache(monkeypatch, room, few):
     assert want.lengths.max() > 60, "and late"
     rows, tokens = ({size[i] for size in Plain.sizes} for i in (0, 1))
     if room == 8:
-        assert len(tokens) > 3, "buffers grow with the replies"
+        assert len(tokens) > 3, "buffers grow with the responses"
     else:
         assert len(tokens) == len(rows) > 1, "without growth they change when half have ended"
         assert min(rows) <= few

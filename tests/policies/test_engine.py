@@ -40,7 +40,7 @@ def move(policy, by: float = 0.1) -> None:
         p.add_(torch.randn(p.shape, generator=generator) * by)
 
 
-def replies_and_metrics(folder: Path) -> tuple[list, list]:
+def responses_and_metrics(folder: Path) -> tuple[list, list]:
     """Return what a run said, and its metrics without those of the hand-over."""
     names, found = ("iteration", "prompt", "response"), lines(folder / "transcripts.jsonl")
     said = [tuple(row[name] for name in names) for row in found]
@@ -98,10 +98,10 @@ def test_a_run_with_an_engine_is_the_run_without_one_and_resumes(tmp_path):
     train(tmp_path / "whole", engine=beside)
     train(tmp_path / "cut", Counted(IN_ITERATION_2, stop), engine=beside)
     train(tmp_path / "cut", engine=beside, resume=True)
-    said, rows = replies_and_metrics(tmp_path / "without")
+    said, rows = responses_and_metrics(tmp_path / "without")
     close = [pytest.approx(row, rel=1e-3, abs=1e-5) for row in rows]  # but for rounding
     for name in ("whole", "cut"):
-        assert replies_and_metrics(tmp_path / name) == (said, close)
+        assert responses_and_metrics(tmp_path / name) == (said, close)
     rows = metrics(tmp_path / "whole")
     assert all(row["sync/probe"] == 0 < row["sync/probe_before"] for row in rows[1:])
 

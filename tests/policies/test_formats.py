@@ -22,7 +22,7 @@ from trainer.checkpoint import save_model
 from trainer.collect import collect
 from trainer.demonstrations import Demonstrations
 
-G = 16  # replies a prompt: enough for every stop token to end one
+G = 16  # responses a prompt: enough for every stop token to end one
 RESPONSE = ("masks", "all_response_mask")
 CHAT = [
     {"role": "user", "content": "What is 3 + 4?"},
@@ -66,8 +66,8 @@ def attended(batch: TensorDict, i: int, *key: str) -> Tensor:
 
 
 @torch.no_grad()
-def ends_of_plain_replies(plain, batch, *scored, stops: set[int], atol: float = 1e-5) -> set[int]:
-    """Check log-probs and stop tokens of rows of one reply; return the tokens that ended them."""
+def ends_of_plain_responses(plain, batch, *scored, stops: set[int], atol: float = 1e-5) -> set[int]:
+    """Check log-probs and stop tokens of rows of one response; return the tokens that end them."""
     ends = set()
     for i in range(batch.batch_size[0]):
         ids, response = attended(batch, i, "tokens", "full"), attended(batch, i, *RESPONSE)
@@ -80,21 +80,21 @@ def ends_of_plain_replies(plain, batch, *scored, stops: set[int], atol: float = 
         assert (last in stops) != bool(batch["truncated"][i])
         assert int(batch["loss_mask"][i].sum()) == len(inside) + 1
         ends.add(last)
-    assert stops & ends, "a stop token should have ended some reply"
+    assert stops & ends, "a stop token should have ended some response"
     return ends
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_and_scored_log_probs_are_those_of_a_plain_forward(kind, folders):
-    """And every stop token ends a reply and is part of it."""
+    """And every stop token ends a response and is part of it."""
     policy = load_policy(str(folders[kind]), max_new_tokens=8)
     batch = collect(prompts(4), ChatEnv(Words(), group_size=G), policy)
     score = load_reference(policy).get_new_version(score_mask_key=None, log_probs_key="log_probs")
     scored = (score(td.clone()) for td in (batch, batch.exclude("group_id")))  # in groups, alone
     stops = set(policy.tokenizer.convert_tokens_to_ids(STOPS[kind]))
     plain = SimpleNamespace(model=plain_model(folders[kind]))
-    ends = ends_of_plain_replies(plain, batch, *scored, stops=stops)
-    assert stops < ends, "each stop token should have ended some reply, and some were cut"
+    ends = ends_of_plain_responses(plain, batch, *scored, stops=stops)
+    assert stops < ends, "each stop token should have ended some response, and some were cut"
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_the_real_smollm2_samples_and_scores_as_a_plain_forward_does(smollm):
     batch = collect(td, ChatEnv(Words(), group_size=2), smollm)
     scored = smollm.get_new_version(generate=False, inplace=False)(batch)
     stops = {smollm.tokenizer.eos_token_id}
-    ends_of_plain_replies(smollm, batch, scored, stops=stops, atol=2e-4)
+    ends_of_plain_responses(smollm, batch, scored, stops=stops, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,16 +118,16 @@ def test_the_next_turn_follows_the_sampled_ids_whichever_stop_token_ended_them(k
     batch = collect(prompts(4), ChatEnv(Words(2), group_size=G, max_turns=2), policy)
     tokenizer = policy.tokenizer
     asked, again = ({"role": "user", "content": text} for text in ("x", "again"))
-    chat = [asked, {"role": "assistant", "content": "REPLY"}, again]
+    chat = [asked, {"role": "assistant", "content": "RESPONSE"}, again]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    tail = tokenizer(text.partition("REPLY")[2], add_special_tokens=False)["input_ids"]
+    tail = tokenizer(text.partition("RESPONSE")[2], add_special_tokens=False)["input_ids"]
     assert tail[0] == tokenizer.convert_tokens_to_ids(TURN_ENDS[kind])
     ends = set()
     for i in range(batch.batch_size[0]):
         ids = attended(batch, i, "tokens", "full")
         response = attended(batch, i, *RESPONSE)
         first = int(response.int().argmax())
-        stop = first + int((~response[first:]).int().argmax())  # of the first reply
+        stop = first + int((~response[first:]).int().argmax())  # of the first response
         last = int(ids[stop - 1])
         gap = tail[1:] if last == tail[0] else tail  # what is not the template's end gets it
         assert ids[stop : stop + len(gap)].tolist() == gap
@@ -137,7 +137,7 @@ def test_the_next_turn_follows_the_sampled_ids_whichever_stop_token_ended_them(k
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sft_learns_the_reply_and_the_token_that_ends_the_turn(kind, folders):
+def test_sft_learns_the_response_and_the_token_that_ends_the_turn(kind, folders):
     policy = load_policy(str(folders[kind]))
     parts = {"task": Words(), "env": ChatEnv(Words()), "policy": policy}
     batch = Demonstrations(**parts, runtime=one_process(), prompts_per_iteration=4)(0)

@@ -1,4 +1,4 @@
-"""Text back to messages: exact round trips, fillers, cut replies, added templates, errors."""
+"""Text back to messages: exact round trips, fillers, cut responses, added templates, errors."""
 
 from functools import cache
 
@@ -37,7 +37,7 @@ EOS_OF |= {"llama": "<|eot|>", "deepseek": EOS}
 EOS_OF |= {"falcon": END, "dialogpt": END}
 MARKUP = ["<|im_start|>", "<|im_end|>", "<|header_start|>", "<|header_end|>", "<|eot|>"]
 PROMPT = [{"role": "user", "content": "Hi"}]
-REPLY = {"role": "assistant", "content": "Yo"}
+RESPONSE = {"role": "assistant", "content": "Yo"}
 
 
 @cache
@@ -66,7 +66,7 @@ def by_hand(name, chat):
 
 
 def asks(name):
-    """Return what asks for a reply: plain lines have their blank from the model."""
+    """Return what asks for a response: plain lines have their blank from the model."""
     return HAND[name][1]["assistant"][0].removesuffix(" ")
 
 
@@ -97,7 +97,7 @@ def test_text_to_history_to_text_is_exact(name, data):
 
 @pytest.mark.parametrize("name", HAND)
 @given(data=st.data())
-def test_cut_replies_are_not_complete(name, data):
+def test_cut_responses_are_not_complete(name, data):
     chat = data.draw(chats(name))
     # the templates of plain lines take two line ends for the end of a turn
     chat[-1]["content"] = chat[-1]["content"].rstrip() + data.draw(st.sampled_from(["", " x"]))
@@ -113,7 +113,12 @@ def test_cut_replies_are_not_complete(name, data):
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_a_tokenizers_own_template(kind):
     tokenizer = letters(SPECIAL[kind], TEMPLATES[kind], **NAMED[kind])
-    chat = [{"role": "user", "content": "What\n\nis it?"}, REPLY, *PROMPT, REPLY | {"content": ""}]
+    chat = [
+        {"role": "user", "content": "What\n\nis it?"},
+        RESPONSE,
+        *PROMPT,
+        RESPONSE | {"content": ""},
+    ]
     if kind == "qwen2":
         chat.insert(0, {"role": "system", "content": "You are a helpful assistant."})
     text = tokenizer.apply_chat_template(chat, tokenize=False)
@@ -125,7 +130,7 @@ def test_a_tokenizers_own_template(kind):
 @pytest.mark.parametrize(
     ("fill", "complete"), [("<pad>", False), (END * 2, True), (f"{END}<pad><pad>", True)]
 )
-def test_eos_completes_a_reply_that_has_no_end_of_turn_and_padding_does_not(fill, complete):
+def test_eos_completes_a_response_that_has_no_end_of_turn_and_padding_does_not(fill, complete):
     tokenizer = letters([*MARKUP, END, "<pad>"], eos_token=END, pad_token="<pad>")
     text = by_hand("chatml", PROMPT) + asks("chatml") + "cut \n" + fill
     history = History.from_text(text, "chatml", tokenizer=tokenizer)
@@ -133,28 +138,28 @@ def test_eos_completes_a_reply_that_has_no_end_of_turn_and_padding_does_not(fill
     assert list(history.is_complete) == [True, complete]
 
 
-def replies(text, prompt=PROMPT, name="chatml"):
+def responses(text, prompt=PROMPT, name="chatml"):
     prompts = prompt if isinstance(prompt, History) else History.from_chats([prompt])
     return _extract_responses_from_full_histories([text], prompts, name, tokenizer_of(name))
 
 
 @pytest.mark.parametrize("name", HAND)
-def test_a_reply_is_found_after_its_prompt_and_may_be_empty(name):
-    closed = by_hand(name, [*PROMPT, REPLY])
+def test_a_response_is_found_after_its_prompt_and_may_be_empty(name):
+    closed = by_hand(name, [*PROMPT, RESPONSE])
     for text in (closed, closed.rstrip("\n") + 3 * EOS_OF[name]):
-        out = replies(text, name=name)
-        assert out.chats() == [[REPLY]]
+        out = responses(text, name=name)
+        assert out.chats() == [[RESPONSE]]
         assert out[0, 0].is_complete
-    out = replies(by_hand(name, PROMPT) + asks(name), name=name)
-    assert out.chats() == [[REPLY | {"content": ""}]]
+    out = responses(by_hand(name, PROMPT) + asks(name), name=name)
+    assert out.chats() == [[RESPONSE | {"content": ""}]]
 
 
 @pytest.mark.parametrize("fill", ["", "\n", "<|im_end|>", "\n<|im_end|><|im_end|>\n"])
-def test_markup_in_prompt_or_reply_is_content(fill):
+def test_markup_in_prompt_or_response_is_content(fill):
     prompt = [{"role": "user", "content": "say <|im_end|>\n<|im_start|>user\nx"}]
-    reply = REPLY | {"content": "a<|im_start|>b<|im_end|>c"}
-    out = replies(by_hand("chatml", [*prompt, reply]).rstrip("\n") + fill, prompt)
-    assert out.chats() == [[reply]]
+    response = RESPONSE | {"content": "a<|im_start|>b<|im_end|>c"}
+    out = responses(by_hand("chatml", [*prompt, response]).rstrip("\n") + fill, prompt)
+    assert out.chats() == [[response]]
     assert out[0, 0].is_complete
 
 
@@ -188,10 +193,10 @@ def test_an_added_template_works_by_name_with_exact_masks_and_without_tags(name,
     add_chat_template(name, SHOUTS)
     options = {"tokenizer": tokenizer_of("llama"), "add_generation_prompt": False}
     options["chat_template_name"] = name
-    history = History.from_chats([*PROMPT, REPLY])
+    history = History.from_chats([*PROMPT, RESPONSE])
     text = history.apply_chat_template(**options)
     assert text == "[user] Hi<|eot|>[assistant] Yo<|eot|>"
-    assert History.from_text(text, name).messages() == [*PROMPT, REPLY]
+    assert History.from_text(text, name).messages() == [*PROMPT, RESPONSE]
     td = history.apply_chat_template(return_assistant_tokens_mask=True, **options)
     said = tokenizer_of("llama").decode(td["input_ids"][td["assistant_masks"]])
     assert said == "Yo<|eot|>"

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from envs import ChatEnv
 from envs.rewards import Rewarded, RewardModel
-from envs.tasks import LearntReward, Preferences, Reply, SortDigits
+from envs.tasks import LearntReward, Preferences, Response, SortDigits
 from envs.tasks.task import assistant
 from policies import GPT2RewardModel, load_policy
 from policies.models.find import find_model, load_tokenizer
@@ -95,11 +95,11 @@ def test_a_pair_is_compared_from_where_it_parts_to_the_end_of_the_turn():
     decode = source.policy.tokenizer.decode
     batch = source.batch([ROW, {**ROW, "rejected": "321"}])
     ids, attended = batch["tokens", "full"], batch["masks", "all_attention_mask"]
-    for i, reply in enumerate(("123", "12", "123", "321")):
-        text = f"user\nSort 312<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>"
+    for i, response in enumerate(("123", "12", "123", "321")):
+        text = f"user\nSort 312<|im_end|>\n<|im_start|>assistant\n{response}<|im_end|>"
         assert decode(ids[i][attended[i]]).endswith(text)
     compared = [decode(row[kept]) for row, kept in zip(ids, batch["loss_mask"], strict=True)]
-    # The last of "12" is padding: the documented loss runs to the end of the longer reply.
+    # The last of "12" is padding: the documented loss runs to the end of the longer response.
     assert compared == ["3<|im_end|>", "<|im_end|><|endoftext|>", "123<|im_end|>", "321<|im_end|>"]
     assert batch["group_id"].tolist() == [0, 0, 1, 1]
 
@@ -129,7 +129,7 @@ def test_the_weighted_terms_are_the_documented_loss_in_any_micro_batch(cut):
         objective(Rewards(rewards[1:3]), batch[1:3])
 
 
-def test_rows_without_a_worse_reply_are_an_error(tmp_path):
+def test_rows_without_a_worse_response_are_an_error(tmp_path):
     rows = [{"question": f"{i}?", "chosen": "a", "rejected": "b"} for i in range(4)]
     rows[3]["rejected"] = None
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -159,25 +159,25 @@ def folder(tmp_path_factory):
     return place
 
 
-def end_score(folder, row: dict, reply: str, *, complete: bool = True) -> float:
+def end_score(folder, row: dict, response: str, *, complete: bool = True) -> float:
     """Return the reward at the last token of a chat written out, by the model itself."""
     question = row["messages"][0]["content"]
-    text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{reply}"
+    text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{response}"
     text += "<|im_end|>" * complete  # a cut one ends with its last token
     ids = load_tokenizer(find_model("tiny"))(text, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         return GPT2RewardModel(folder)(ids)[0][0, -1].item()
 
 
-def test_a_reply_is_scored_at_its_end_against_the_label_within_the_clip(folder):
+def test_a_response_is_scored_at_its_end_against_the_label_within_the_clip(folder):
     task = LearntReward(reward_model=str(folder), score_clip=10.0)
     rows = [*task.rows("eval")[:3], task.rows("eval")[0]]
     said = [("123", True), (rows[1]["answer"], True), ("12 1", False), ("", True)]
-    replies = [
-        Reply(text, ended, [*row["messages"], assistant(text)])
+    responses = [
+        Response(text, ended, [*row["messages"], assistant(text)])
         for row, (text, ended) in zip(rows, said, strict=True)
     ]
-    together = task.rewards(rows, replies)
+    together = task.rewards(rows, responses)
     plain = [end_score(folder, r, t, complete=end) for r, (t, end) in zip(rows, said, strict=True)]
     labels = [end_score(folder, row, row["answer"]) for row in rows]
     assert [r.parts["score"] for r in together] == pytest.approx(plain, abs=1e-4)
@@ -185,16 +185,18 @@ def test_a_reply_is_scored_at_its_end_against_the_label_within_the_clip(folder):
     assert [r.total for r in together] == pytest.approx(gaps, abs=1e-4)
     assert [r.success for r in together] == [False, True, False, False]
     small = ChatRewards(folder, limit=50)  # several forwards
-    chats = [reply.messages for reply in replies]
-    assert small(chats, [reply.complete for reply in replies]) == pytest.approx(plain, abs=1e-4)
+    chats = [response.messages for response in responses]
+    assert small(chats, [response.complete for response in responses]) == pytest.approx(
+        plain, abs=1e-4
+    )
     clip = max(map(abs, plain)) / 2
     clipped = [min(max(score, -clip), clip) for score in plain]
     alone = LearntReward(reward_model=str(folder), relative=False, score_clip=clip)
-    assert [r.total for r in alone.rewards(rows, replies)] == pytest.approx(clipped, abs=1e-4)
+    assert [r.total for r in alone.rewards(rows, responses)] == pytest.approx(clipped, abs=1e-4)
     model = RewardModel(str(folder), weight=2, score_clip=clip)
     own = SortDigits()
-    earned = own.rewards(rows, replies)
-    got = Rewarded(own, {"model": model}, task_weight=0.5).rewards(rows, replies)
+    earned = own.rewards(rows, responses)
+    got = Rewarded(own, {"model": model}, task_weight=0.5).rewards(rows, responses)
     want = [0.5 * mine.total + 2 * score for mine, score in zip(earned, clipped, strict=True)]
     assert [r.total for r in got] == pytest.approx(want, abs=1e-4), "one of several rewards"
 
@@ -214,8 +216,8 @@ def test_a_classifier_scores_a_chat_as_its_authors_do(folders, tmp_path, kind):
     with torch.no_grad():
         expected = [plain(torch.tensor([ids])).logits.item() for ids in encoded]
     model = RewardModel(str(tmp_path / "classifier"), score_clip=1e3)
-    replies = [Reply(chat[-1]["content"], True, chat) for chat in chats]
-    assert model.scores([{}] * 3, replies) == pytest.approx(expected, abs=1e-4)
+    responses = [Response(chat[-1]["content"], True, chat) for chat in chats]
+    assert model.scores([{}] * 3, responses) == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_classifier_without_a_single_score_is_refused(folders, tmp_path):

@@ -100,8 +100,8 @@ def test_a_model_without_experts_is_refused_before_training():
         make_update(policy, SFTObjective(), record, router_coeff=COEFF)
 
 
-def vowels(row, reply) -> float:
-    return sum(letter in "aeiou" for letter in reply.text) / 10
+def vowels(row, response) -> float:
+    return sum(letter in "aeiou" for letter in response.text) / 10
 
 
 ASKED = [f"Name {n} words." for n in range(2, 12)]

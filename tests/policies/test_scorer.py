@@ -34,11 +34,13 @@ def model_of(scale: float = 1.0, attention: str | None = None):
 
 
 def draw_rows(sizes: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
-    """Return full rows of random ids: for each prompt's length the lengths of its replies."""
+    """Return full rows of random ids: for each prompt's length the lengths of its responses."""
     generator, rows = torch.Generator().manual_seed(0), []
-    for size, replies in sizes:
+    for size, responses in sizes:
         prompt = torch.randint(V, (size,), generator=generator)
-        rows += [torch.cat([prompt, torch.randint(V, (n,), generator=generator)]) for n in replies]
+        rows += [
+            torch.cat([prompt, torch.randint(V, (n,), generator=generator)]) for n in responses
+        ]
     return rows
 
 
@@ -143,7 +145,7 @@ def test_an_empty_prompt_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_the_narrow_cache_of_autocast_changes_no_reply() -> None:
+def test_the_narrow_cache_of_autocast_changes_no_response() -> None:
     model, stop = load_policy("tiny").model, Stop(frozenset())
     prompts, cache, want = torch.arange(12).reshape(2, 6), None, []
     with torch.autocast("cpu", torch.bfloat16):

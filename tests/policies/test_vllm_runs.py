@@ -1,4 +1,4 @@
-"""Runs whose replies real vLLM samples (make test-vllm), in this process and as a server."""
+"""Runs whose responses real vLLM samples (make test-vllm), in this process and as a server."""
 
 import os
 import signal

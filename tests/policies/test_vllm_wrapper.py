@@ -81,16 +81,16 @@ def test_every_mode_generates_and_scores_as_transformers_does(policy, mode, padd
 
 
 @vllm_test
-def test_a_stream_fixes_a_row_and_replies_end_at_the_end_token_or_the_limit(policy):
+def test_a_stream_fixes_a_row_and_responses_end_at_the_end_token_or_the_limit(policy):
     together, alone = sequences(policy(prompts())), sequences(policy(prompts()[1:2]))[0]
     assert torch.equal(together[1][0], alone[0])
     out = policy.get_new_version(num_samples=8, inplace=False)(prompts()).reshape(-1)
-    replies = [ids[mask] for ids, _, mask in sequences(out)]
-    ended = [int(reply[-1]) in policy.stop_ids for reply in replies]
+    responses = [ids[mask] for ids, _, mask in sequences(out)]
+    ended = [int(response[-1]) in policy.stop_ids for response in responses]
     assert 0 < sum(ended) < len(ended)
-    for reply, end in zip(replies, ended, strict=True):
-        assert end or len(reply) == 6
-        assert not policy.stop_ids & set(reply[:-1].tolist())
+    for response, end in zip(responses, ended, strict=True):
+        assert end or len(response) == 6
+        assert not policy.stop_ids & set(response[:-1].tolist())
     assert [bool(c[0]) for c in out["history"].response.is_complete] == ended
 
 
@@ -126,7 +126,7 @@ def test_log_probs_are_those_of_what_the_settings_leave(policy):
 
 
 @vllm_test
-def test_a_stop_text_ends_a_reply_with_the_token_that_completes_it(policy):
+def test_a_stop_text_ends_a_response_with_the_token_that_completes_it(policy):
     kwargs = {"max_new_tokens": 24, "min_new_tokens": 24}
     ids, _, mask = sequences(policy.get_new_version(generate_kwargs=kwargs)(prompts()))[0]
     sampled, decode = ids[mask], policy.tokenizer.decode

@@ -45,7 +45,7 @@ def test_the_end_of_turn_is_kept_when_it_is_the_padding_token():
     assert any(ids[-1] == tokenizer.eos_token_id for ids, *_ in sequences(out))
 
 
-def test_without_streams_torchs_generator_fixes_the_replies():
+def test_without_streams_torchs_generator_fixes_the_responses():
     policy, drawn = make_policy().get_new_version(inplace=False), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -53,15 +53,17 @@ def test_without_streams_torchs_generator_fixes_the_replies():
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_replies_follow_their_prompt_as_text_without_the_end_of_turn_and_may_be_empty():
+def test_responses_follow_their_prompt_as_text_without_the_end_of_turn_and_may_be_empty():
     policy = make_policy()
     end = policy.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     out = policy.get_new_version(num_samples=128)(prompts()).reshape(-1)
-    replies = [ids[mask] for ids, _, mask in sequences(out)]
-    ended = [int(reply[-1]) in end for reply in replies]
-    assert {int(r[-1]) for r in replies} > set(end), "the seed brings both ends and cut replies"
-    assert min(map(len, replies)) == 1, "the seed brings a reply that ends at once"
-    bodies = [reply[:-1] if e else reply for reply, e in zip(replies, ended, strict=True)]
+    responses = [ids[mask] for ids, _, mask in sequences(out)]
+    ended = [int(response[-1]) in end for response in responses]
+    assert {int(r[-1]) for r in responses} > set(end), "the seed brings both ends and cut responses"
+    assert min(map(len, responses)) == 1, "the seed brings a response that ends at once"
+    bodies = [
+        response[:-1] if e else response for response, e in zip(responses, ended, strict=True)
+    ]
     asked, said = zip(*(chat[-2:] for chat in out["history", "full"].chats()), strict=True)
     assert [message["content"] for message in asked] == [t for t in TEXTS for _ in range(128)]
     texts = policy.tokenizer.batch_decode([body.tolist() for body in bodies])
@@ -94,19 +96,19 @@ def test_the_callers_data_is_not_changed(padded):
 @pytest.mark.parametrize("scored_padded", [True, False])
 def test_scoring_in_place_keeps_prompts_and_responses(padded, scored_padded):
     td = make_policy().get_new_version(pad_output=padded)(prompts())
-    want, replies, texts = sequences(td), td["history", "response"].chats(), td["text"].clone()
+    want, responses, texts = sequences(td), td["history", "response"].chats(), td["text"].clone()
     out = scoring(pad_output=scored_padded)(td)
     assert out["history", "prompt"].chats() == CHATS
-    assert out["history", "response"].chats() == replies
+    assert out["history", "response"].chats() == responses
     for field in ("prompt", "response", "full"):
         assert out["text"].get(field) == texts.get(field)
     # Where sequences are padded left, prompts have no columns.
     asked = rows(out, ("tokens", "prompt")) if padded or not scored_padded else [None] * 3
     parts = zip(sequences(out), want, rows(out, ("tokens", "response")), asked, strict=True)
-    for (ids, _, mask), (whole, _, sampled), reply, prompt in parts:
+    for (ids, _, mask), (whole, _, sampled), response, prompt in parts:
         assert torch.equal(ids, whole)
         assert torch.equal(mask, sampled)
-        assert torch.equal(reply[: int(mask.sum())], ids[mask])
+        assert torch.equal(response[: int(mask.sum())], ids[mask])
         assert prompt is None or torch.equal(prompt[-int((~mask).sum()) :], ids[~mask])
 
 
@@ -163,7 +165,7 @@ NAMED = {name: {"chat_template_name": name} for name in NAMES}
 
 @pytest.mark.parametrize("template", [*NAMED.values(), {"chat_template": DROPS}])
 def test_a_wrapper_scores_what_it_generated_under_every_template(template):
-    """Templates put blanks, plain words or nothing around a reply, or leave thoughts out."""
+    """Templates put blanks, plain words or nothing around a response, or leave thoughts out."""
     hot = {"max_new_tokens": 30, "temperature": 1.5}
     policy = make_policy().get_new_version(generate_kwargs=hot, num_samples=4, **template)
     td = policy(prompts())
@@ -208,7 +210,7 @@ def asked(policy=None, **kwargs) -> TransformersWrapper:
 
 
 def check_processed(out, process) -> int:
-    """Compare the log-probs of replies with processed logits; return how many differ from plain."""
+    """Compare log-probs of responses with processed logits; return how many differ from plain."""
     moved = 0
     for ids, values, mask in sequences(out):
         for t in range(int((~mask).sum()), len(ids)):
@@ -233,7 +235,7 @@ def test_filters_and_their_log_probs_are_those_of_transformers():
     assert moved > 10, "the filters should matter"
 
 
-def test_a_stop_text_ends_a_reply_and_stays_in_it():
+def test_a_stop_text_ends_a_response_and_stays_in_it():
     policy = make_policy().get_new_version(num_samples=8)
     plain = policy(prompts())[0]
     letter = next(c for c in plain["text"].response[0][2:] if c.isascii())

@@ -12,7 +12,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from envs.chat_env import ChatEnv
-from envs.tasks.task import Reply, Reward, Task
+from envs.tasks.task import Response, Reward, Task
 from envs.transforms import RetrieveKL
 from policies.load import load_policy, load_reference
 from policies.padding import pad, pad_mask
@@ -32,7 +32,7 @@ G = 4  # samples of a prompt
 
 
 class Words(Task):
-    """Prompts of different lengths; a reply earns the share of even ids in its text length."""
+    """Prompts of different lengths; a response earns the share of even ids in its text length."""
 
     def __init__(self, turns: int = 1) -> None:
         self.turns = turns
@@ -47,12 +47,12 @@ class Words(Task):
             for r in self.rows("train")
         ]
 
-    def reward(self, row: dict, reply: Reply) -> Reward:
-        value = (len(reply.text) % 3) / 2
+    def reward(self, row: dict, response: Response) -> Reward:
+        value = (len(response.text) % 3) / 2
         return Reward(total=value, parts={"length": value}, success=value == 1)
 
-    def respond(self, row: dict, reply: Reply) -> list[dict]:
-        said = sum(m["role"] == "assistant" for m in reply.messages)
+    def respond(self, row: dict, response: Response) -> list[dict]:
+        said = sum(m["role"] == "assistant" for m in response.messages)
         return [] if said >= self.turns else [{"role": "user", "content": "again"}]
 
 
@@ -65,7 +65,7 @@ def make_policy(temperature: float = 1.0, max_new_tokens: int = 6) -> Transforme
         for p in policy.model.parameters():
             if p.ndim > 1:
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.2)
-        # End-of-turn often enough that replies end by themselves and by the limit.
+        # End-of-turn often enough that responses end by themselves and by the limit.
         end = policy.tokenizer.eos_token_id
         policy.model.get_input_embeddings().weight[end] *= 2.0
     return policy
@@ -129,9 +129,9 @@ def alignment() -> None:
         assert not padding.any(), "padding is not 0"
         assert (log_probs[response] < 0).all(), "a 0 inside"
         stopped = int(ids[-1]) in policy.stop_ids
-        assert stopped != bool(batch["truncated"][i]), "a reply holds the token that ended it"
+        assert stopped != bool(batch["truncated"][i]), "a response holds the token that ended it"
         ended += stopped
-    assert 0 < ended < batch.batch_size[0], "the rollout should hold ended and cut replies"
+    assert 0 < ended < batch.batch_size[0], "the rollout should hold ended and cut responses"
 
 
 def token_in_token_out() -> None:
@@ -143,12 +143,12 @@ def token_in_token_out() -> None:
         close(log_probs, want, 1e-5, "ids scored are ids sampled")
         edges = (response[1:] & ~response[:-1]).sum() + response[0]
         assert int(edges) == 3, f"expected 3 sampled runs, got {int(edges)}"
-        # Every reply but the last is closed exactly once before the next message.
-        assert int((ids == end).sum()) >= 5, "each of 3 user turns and 2 replies is closed"
+        # Every response but the last is closed exactly once before the next message.
+        assert int((ids == end).sum()) >= 5, "each of 3 user turns and 2 responses is closed"
         text = policy.tokenizer.decode(ids[response])
         again = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
         changed += again != ids[response].tolist()
-    assert changed > 0, "the test needs replies on which decode -> encode is not the identity"
+    assert changed > 0, "the test needs responses on which decode -> encode is not the identity"
 
 
 def one_temperature() -> None:
@@ -277,7 +277,7 @@ def one_leash() -> None:
 
 
 def same_seed() -> None:
-    """Contract 7: a row's reply is a function of its stream, not of what else is in the batch."""
+    """Contract 7: a row's response is a function of its stream, not of the rest of the batch."""
     policy = make_policy()
     whole = rollout(policy, count=4)
     torch.rand(7)  # another state of the global generator

@@ -1,14 +1,14 @@
-"""Prompts whose replies all earn the same, and a source that draws others in their place."""
+"""Prompts whose responses all earn the same, and a source that draws others in their place."""
 
 from contracts import Words, make_policy
 
 from envs.chat_env import ChatEnv
-from envs.tasks.task import Reply, Reward
+from envs.tasks.task import Response, Reward
 from trainer.sources import DynamicRollouts
 
 
 class Many(Words):
-    """Eight prompts; replies to some of them all earn the same."""
+    """Eight prompts; responses to some of them all earn the same."""
 
     flat = ("Sort 1", "Sort 4", "Sort 6")
 
@@ -16,8 +16,8 @@ class Many(Words):
         texts = [f"Sort {i}" for i in range(8)]
         return [{"messages": [{"role": "user", "content": t}], "answer": t} for t in texts]
 
-    def reward(self, row: dict, reply: Reply) -> Reward:
-        value = 0.25 if row["answer"] in self.flat else float(sum(map(ord, reply.text)))
+    def reward(self, row: dict, response: Response) -> Reward:
+        value = 0.25 if row["answer"] in self.flat else float(sum(map(ord, response.text)))
         return Reward(total=value, parts={}, success=False)
 
 

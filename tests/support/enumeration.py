@@ -1,4 +1,4 @@
-"""Every reply of two tokens over a vocabulary of six, and the true gradient over them."""
+"""Every response of two tokens over a vocabulary of six, and the true gradient over them."""
 
 import copy
 
@@ -38,7 +38,7 @@ def six_tokens(width: int, seed: int) -> Qwen2ForCausalLM:
 
 
 class Enumerated:
-    """All replies with what each engine says of them; a rollout weighted by its probability."""
+    """All responses with what each engine says of them; a rollout weighted by its probability."""
 
     def __init__(self, generator: Qwen2ForCausalLM, model: Qwen2ForCausalLM) -> None:
         first, second = torch.cartesian_prod(torch.arange(V), torch.arange(V)).unbind(-1)
@@ -68,7 +68,7 @@ class Enumerated:
         zeros = torch.zeros(V**2, 1, dtype=torch.float64)
         td["log_probs", "full"] = torch.cat([zeros, self.gen], -1)
         td["temperature"] = torch.ones(V**2)
-        # Each token weighs 1 / (2 V^2) in the step: so each reply counts by its probability.
+        # Each token weighs 1 / (2 V^2) in the step: so each response counts by its probability.
         chance = self.gen.sum(-1).exp() * 2 * V**2
         td["advantage"] = (self.reward * chance).unsqueeze(-1) * td["loss_mask"]
         self.model.zero_grad()

@@ -32,7 +32,7 @@ from trainer.sources import Rollouts
 from trainer.update import Update
 
 MICRO_BATCH = 50  # tokens; on two ranks the one has 4 micro-batches then, the other 6
-CASES = {"micro_batches": (), "half_empty": (2, 3)}  # groups whose replies are not learnt from
+CASES = {"micro_batches": (), "half_empty": (2, 3)}  # groups whose responses are not learnt from
 HALF = {
     "bfloat16": {"dtype": "bfloat16"},
     "lora": {"dtype": "bfloat16", "lora": {"r": 4, "alpha": 8.0}},

@@ -48,7 +48,7 @@ SMALL = ("algorithm.epochs=1", "algorithm.minibatches=1", "policy.max_new_tokens
 
 
 class Pairs(Words):
-    """The words, with pairs of replies too."""
+    """The words, with pairs of responses too."""
 
     def preferences(self) -> list[dict]:
         return [{**row, "chosen": "12", "rejected": row["answer"]} for row in self.rows("train")]
@@ -102,7 +102,7 @@ def planned(cfg: DictConfig) -> Plan:
 
 @torch.no_grad()
 def randomise(policy: TransformersWrapper) -> None:
-    """Draw the weights, so that tokens differ and replies end by themselves now and then."""
+    """Draw the weights, so that tokens differ and responses end by themselves now and then."""
     generator = torch.Generator().manual_seed(0)
     for name, p in policy.scorer.named_parameters():
         p.requires_grad_(True)

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 import train as script
 from conf.compose import compose_checked, set_up
-from envs.tasks.task import Reply
+from envs.tasks.task import Response
 from trainer.runtime import Runtime
 
 KINDS = {
@@ -33,7 +33,7 @@ WORDS = (
     "experiment=grpo_tiny",
     "kl.estimator=full",
     *sharded.SMALL,
-    *sharded.REPLIES,
+    *sharded.RESPONSES,
     "trainer.num_iterations=2",
     "checkpoint.every=2",
     "eval.num_samples=0",
@@ -43,8 +43,8 @@ WORDS = (
 class Letters(Pairs):
     """A model of random weights earns something: the more letters differ, the more."""
 
-    def reward(self, row: dict, reply: Reply) -> float:
-        return len(set(reply.text)) / 10
+    def reward(self, row: dict, response: Response) -> float:
+        return len(set(response.text)) / 10
 
 
 @cache

@@ -25,7 +25,7 @@ from envs.data import Table
 from envs.rewards.functions import Function
 from envs.rewards.rewarded import Rewarded
 from envs.sandbox import Sandbox
-from envs.tasks.task import Reply, Task
+from envs.tasks.task import Response, Task
 from envs.transforms.tools import Tool
 from policies.models.sharding import shard
 from policies.wrappers.transformers_wrapper import TransformersWrapper
@@ -134,9 +134,9 @@ def data() -> None:
 
 def reward() -> None:
     """A reward that fails ends the run."""
-    broken = Rewarded(task=Task(), rewards={"broken": Function(lambda row, reply: 1 / 0)})
+    broken = Rewarded(task=Task(), rewards={"broken": Function(lambda row, response: 1 / 0)})
     with pytest.raises(RuntimeError, match="broken"):
-        broken.rewards([{}], [Reply("", True, [])])
+        broken.rewards([{}], [Response("", True, [])])
 
 
 def tool() -> None:

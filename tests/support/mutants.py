@@ -38,11 +38,11 @@ from test_advantage import leaves_the_baseline
 from test_algorithms import PAPERS, agrees_with_its_paper
 from test_collect import every_epoch_has_an_order_of_its_own
 from test_entropy import the_bonus_is_that_of_a_plain_softmax
-from test_invariance import attends_reply_by_reply
+from test_invariance import attends_response_by_response
 from test_kl_split import the_bias_is_the_rest_of_two_series
 from test_leash import charged_once
 from test_metrics import (
-    a_frontier_is_of_replies_at_temperature_one,
+    a_frontier_is_of_responses_at_temperature_one,
     means_are_over_their_rows_or_tokens,
 )
 from test_models import has_the_layers_of_transformers
@@ -120,7 +120,7 @@ def masked(f, keep: Callable[[Any, int, bool], bool]):
 
 
 def leave_open(f):
-    """Go on as if every reply had ended the template's way."""
+    """Go on as if every response had ended the template's way."""
     return lambda self, ids: max(self.ends.values())
 
 
@@ -214,17 +214,17 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
     "shift by one": after(lambda values: values.roll(1, -1)),
     "drop the end token": after(drop_end),
     "first log-prob zero": after(zero_first),
-    "replies without a prompt": lambda f: (
+    "responses without a prompt": lambda f: (
         lambda module, q, k, v, trees, **more: f(
             module, q, k, v, [[0, *sizes] for sizes in trees], **more
         )
     ),
     "tokens in other rows": lambda f: lambda self, x, length: f(self, x.roll(1, 2), length),
     "a norm without its mean": after(lambda out: (1.01 * out[0], *out[1:])),
-    "replies see each other": after(lambda mask: torch.ones_like(mask).tril()),
+    "responses see each other": after(lambda mask: torch.ones_like(mask).tril()),
     # The policy finds no ids and renders the chat.
     "tokenise again": lambda f: lambda td, ids, attention: td,
-    "cut replies stay open": leave_open,
+    "cut responses stay open": leave_open,
     "no temperature": after(torch.ones_like),
     "mean per micro-batch": after(mean_per_micro_batch),
     "mask all ones": lambda f: masked(f, lambda self, i, a: True),
@@ -304,7 +304,7 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
     "a stale engine": nothing,
     "an engine's lost weights": nothing,
     "shards restored as zeros": lambda f: lambda self, tensor, like: torch.zeros_like(like),
-    "preflight says it only": lambda f: lambda self, text, *, of_replies=False: self.say(text),
+    "preflight says it only": lambda f: lambda self, text, *, of_responses=False: self.say(text),
 }
 
 
@@ -316,7 +316,7 @@ CORRECTED = a_bfloat16_generator_is_corrected
 DISTILLED = partial(distils_as_the_loop, "jsd", None)
 PLAIN_VALUES = values_are_those_of_a_plain_forward
 MEANS = means_are_over_their_rows_or_tokens
-FRONTIER = a_frontier_is_of_replies_at_temperature_one
+FRONTIER = a_frontier_is_of_responses_at_temperature_one
 KEPT_STATES = kept_states_give_the_kl_of_a_pass
 EPOCHS = every_epoch_has_an_order_of_its_own
 WITHOUT_ADAPTER = with_the_adapter_off_it_is_the_start_policy
@@ -331,11 +331,11 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("shift by one", contracts.alignment, f"{DIST}:placed"),
     ("drop the end token", contracts.alignment, SAMPLE),
     ("first log-prob zero", contracts.alignment, SAMPLE),
-    ("replies see each other", contracts.alignment, "policies.layout:tree_mask"),
+    ("responses see each other", contracts.alignment, "policies.layout:tree_mask"),
     (
-        "replies without a prompt",
-        attends_reply_by_reply,
-        "policies.models.fast.attention:_by_reply",
+        "responses without a prompt",
+        attends_response_by_response,
+        "policies.models.fast.attention:_by_response",
     ),
     ("tokens in other rows", contracts.alignment, "policies.models.fast.attention:Grid.fill"),
     (
@@ -355,7 +355,7 @@ ROWS: list[tuple[str, Callable, str]] = [
     ),
     ("tokenise again", contracts.token_in_token_out, "trainer.collect:_with_ids"),
     (
-        "cut replies stay open",
+        "cut responses stay open",
         contracts.token_in_token_out,
         "policies.chats.next_turn:Gap.start_after",
     ),

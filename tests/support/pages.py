@@ -129,18 +129,18 @@ def write_words(folder: Path, *words: str) -> Path:
 
 
 def write_run(folder: Path, *, iterations: int = 12, state: str = "failed") -> Path:
-    """Write a run with an evaluation before, a metric of its own, replies and a secret."""
+    """Write a run with an evaluation before, a metric of its own, responses and a secret."""
     tracker = JsonlTracker(folder)
     tracker.log({"eval/sampled_accuracy": 0.25}, 0)
     before = {"kind": "before", "prompt": "<b>Q</b>", "response": "x </pre><script>1</script>"}
-    tracker.replies([before], 0, kind="before")
+    tracker.responses([before], 0, kind="before")
     for i in range(1, iterations + 1):
         metrics = {"reward/mean": i / 16, "kl/ref_sequence": i / 4, "my/own": 1.0}
         tracker.log({**metrics, "reward_part/format": 0.5, "optim/grad_norm": math.nan}, i)
-        rows = [{"prompt": "p", "response": f"reply {k}", "reward": k / 8} for k in range(8)]
-        tracker.replies([{"kind": "train", **row} for row in rows], i, kind="train")
+        rows = [{"prompt": "p", "response": f"response {k}", "reward": k / 8} for k in range(8)]
+        tracker.responses([{"kind": "train", **row} for row in rows], i, kind="train")
     late = {**before, "kind": "after", "response": "\ud800\x00 late"}
-    tracker.replies([late], iterations, kind="after")
+    tracker.responses([late], iterations, kind="after")
     model = {"name": "m", "origin": "folder", "sha256": "c0ffee"}
     write_status(folder, state=state, reason="<i>why</i>", model=model, seconds=75.0)
     (folder / "config.yaml").write_text("experiment: demo\nenv:\n  api_key: planted-2\n")

@@ -3,7 +3,7 @@
 The policy is a table of logits [B, T, V] in float64 behind leash's own TokenDistribution; the verbs
 of after_rollout, the advantage, the objective and the Update are those that a configuration builds.
 A peer's function is imported from its package as published; lines that stand inside a method of
-TRL's trainers are executed as they are. B = 24 replies in groups of G = 4.
+TRL's trainers are executed as they are. B = 24 responses in groups of G = 4.
 """
 
 import ast
@@ -32,12 +32,12 @@ from trainer.runtime import Runtime
 G, T, V = 4, 14, 24
 LENGTHS = (12, 3, 1, 8, 5, 2, 11, 4, 12, 7, 6, 2, 10, 9, 12, 1, 4, 8, 3, 12, 6, 3, 12, 2)
 REWARDS = (1, 0.1, 0, 1, 0, 0.9, 0.1, 0.1, 0.5, 0, 0.25, 1, 1, 1, 0, 1, 0, 0, 0.2, 0, *[0.3] * 4)
-MOST = max(LENGTHS)  # tokens of the longest reply, which is truncated
+MOST = max(LENGTHS)  # tokens of the longest response, which is truncated
 
 
 @dataclass(frozen=True)
 class Data:
-    """Replies and the logits [B, T, V] of four policies; a reply's first token is its prompt.
+    """Responses and the logits [B, T, V] of four policies; a response's first token is its prompt.
 
     curr is trained, old scored before the update, gen sampled, ref is the reference.
     """
@@ -62,7 +62,7 @@ class Data:
 
 
 def draw(*, move: float = 0.7, far_ref: float = 0.5, on_policy: bool = False) -> Data:
-    """Draw replies; `move` and `far_ref` are the spread of the logits of gen and ref from curr."""
+    """Draw responses; `move`, `far_ref`: the spread of the logits of gen and ref from curr."""
     generator = torch.Generator().manual_seed(0)
     size = len(LENGTHS)
 
@@ -233,7 +233,7 @@ def trl_advantages(trainer_class: Any, d: Data, **settings: Any) -> Tensor:
 
 
 def trl_weights(d: Data, mode: str, low: float | None, high: float) -> Tensor:
-    """Return TRL's weights of replies that vLLM sampled, [B, T - 1] or [B, 1], by its own lines."""
+    """Return TRL's weights of responses of vLLM, [B, T - 1] or [B, 1], by its own lines."""
     from trl import GRPOTrainer
 
     me = SimpleNamespace(use_vllm=True, vllm_importance_sampling_correction=True)

@@ -7,12 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-from envs.tasks.task import Reply, Row
+from envs.tasks.task import Response, Row
 
 
-def behave(row: Row, reply: Reply, *, folder: str = "") -> object:
-    """Do what the reply says; a number is its own reward."""
-    word = reply.text
+def behave(row: Row, response: Response, *, folder: str = "") -> object:
+    """Do what the response says; a number is its own reward."""
+    word = response.text
     if word == "hang":
         while True:  # and not even a signal handler ends it
             time.sleep(60)
@@ -32,5 +32,5 @@ def behave(row: Row, reply: Reply, *, folder: str = "") -> object:
     return float(word)
 
 
-def needs_level(row: Row, reply: Reply) -> float:
+def needs_level(row: Row, response: Response) -> float:
     return row["level"]

@@ -27,7 +27,7 @@ from torch import Tensor
 import train as script
 from conf.build import make_tracker
 from conf.compose import compose_checked, set_up
-from envs.tasks.task import Reply, Reward
+from envs.tasks.task import Response, Reward
 from trainer.checkpoint import save_model
 from trainer.observer import Observer, Observers
 from trainer.runtime import Runtime
@@ -48,7 +48,7 @@ SMALL = (
     "checkpoint.keep_last=9",
     "tracker=none",
 )
-REPLIES = ("algorithm.group_size=4", "kl.coeff=0.1")
+RESPONSES = ("algorithm.group_size=4", "kl.coeff=0.1")
 STEPS = ("algorithm.minibatches=2", "algorithm.epochs=2")
 MANY_STEPS = ("ppo", "cispo", "dapo", "dppo", "gspo")
 FULL, LORA = "kl.estimator=full", "policy.lora.r=4"
@@ -83,14 +83,14 @@ RESUMED = "ppo, head"  # of these
 
 
 class OnlyOne(Pairs):
-    """Replies to all prompts but one are not judged, so that one rank has none to learn from."""
+    """Responses to all prompts but one are not judged, so that one rank has none to learn from."""
 
-    def reward(self, row: dict, reply: Reply) -> Reward:
-        return replace(super().reward(row, reply), dropped=row["answer"] != "Write")
+    def reward(self, row: dict, response: Response) -> Reward:
+        return replace(super().reward(row, response), dropped=row["answer"] != "Write")
 
 
 def make_models(folder: Path, kinds: Sequence[str] = KINDS) -> None:
-    """Write models by which tokens differ and replies end now and then."""
+    """Write models by which tokens differ and responses end now and then."""
     policy = make_policy.__wrapped__()  # not the one that tests share: it is scaled below
     save_model(policy, folder / "tiny")
     save_model(invariance.scaled(policy, 0.9), folder / "teacher")
@@ -103,8 +103,8 @@ def compose(name: str, model: Path, *, ranks: int, launch: str = "fsdp2") -> dic
     launch = launch if ranks > 1 else "ddp"
     algorithm, *words = CASES[name]
     words += (*WORDS[algorithm], *SMALL, f"launch={launch}", f"launch.num_processes={ranks}")
-    words += ("eval.max_rows=1",) if algorithm in SILENT else (*REPLIES, "eval.max_rows=3")
-    words += ("eval.num_samples=0",) if algorithm == "reward" else ()  # it does not reply
+    words += ("eval.max_rows=1",) if algorithm in SILENT else (*RESPONSES, "eval.max_rows=3")
+    words += ("eval.num_samples=0",) if algorithm == "reward" else ()  # it does not response
     words += (f"kl.reference={model / 'teacher'}",) if algorithm == "distil" else ()
     words += STEPS if algorithm in MANY_STEPS and "one step" not in name else ()
     kind = name.rpartition(", ")[2]

@@ -1,4 +1,4 @@
-"""A run of four iterations in this process, and tasks that stop it at a given reply."""
+"""A run of four iterations in this process, and tasks that stop it at a given response."""
 
 import io
 import os
@@ -10,7 +10,7 @@ from typing import Any
 from contracts import G, Words, make_policy
 
 from envs.chat_env import ChatEnv
-from envs.tasks.task import Reply, Reward
+from envs.tasks.task import Response, Reward
 from policies.load import load_reference
 from trainer.advantage import GroupAdvantage
 from trainer.checkpoint import Checkpoints
@@ -30,28 +30,28 @@ from trainer.sources import Rollouts
 from trainer.trainer import Trainer
 from trainer.update import Update
 
-# Of 4 rows: 12 replies an evaluation (2 samples, 1 greedy), 16 an iteration (4 samples).
+# Of 4 rows: 12 responses an evaluation (2 samples, 1 greedy), 16 an iteration (4 samples).
 IN_ITERATION_2, IN_EVALUATION_2, IN_ITERATION_4 = 36, 46, 80
 
 
 class Counted(Words):
-    """Do something when the reply of a given number is rewarded."""
+    """Do something when the response of a given number is rewarded."""
 
     def __init__(self, at: int = 0, action: Callable[[], object] = lambda: None) -> None:
         super().__init__()
         self.at, self.action, self.count = at, action, 0
 
-    def reward(self, row: dict, reply: Reply) -> Reward:
+    def reward(self, row: dict, response: Response) -> Reward:
         self.count += 1
         if self.count == self.at:
             self.action()
-        return super().reward(row, reply)
+        return super().reward(row, response)
 
 
 class Unjudged(Words):
-    """Drop every reply."""
+    """Drop every response."""
 
-    def reward(self, row: dict, reply: Reply) -> Reward:
+    def reward(self, row: dict, response: Response) -> Reward:
         return Reward(total=0.0, parts={}, success=False, dropped=True)
 
 

@@ -1,11 +1,11 @@
-"""A task whose chats have one, two and three turns; rows and replies as environments read them."""
+"""A task of chats with one, two and three turns; rows and responses as environments read them."""
 
 from collections.abc import Sequence
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from envs.tasks.task import Reply, Reward, Task, assistant, user
+from envs.tasks.task import Response, Reward, Task, assistant, user
 from policies.chats.history import History
 from policies.random import fold
 
@@ -18,12 +18,12 @@ class Uneven(Task):
     def rows(self, split: str) -> list[dict]:
         return [{"messages": FEW_SHOT, "turns": n} for n in (1, 2, 3)]
 
-    def reward(self, row: dict, reply: Reply) -> Reward:
-        turn = sum(m["role"] == "assistant" for m in reply.messages) - 1
+    def reward(self, row: dict, response: Response) -> Reward:
+        turn = sum(m["role"] == "assistant" for m in response.messages) - 1
         return Reward(total=turn, parts={"turn": float(turn)}, success=turn == row["turns"])
 
-    def respond(self, row: dict, reply: Reply) -> list[dict]:
-        turn = sum(m["role"] == "assistant" for m in reply.messages) - 1
+    def respond(self, row: dict, response: Response) -> list[dict]:
+        turn = sum(m["role"] == "assistant" for m in response.messages) - 1
         return [] if turn >= row["turns"] else [user("again")]
 
 
@@ -33,8 +33,8 @@ def data(*rows: dict) -> TensorDict:
     return td.set("row", NonTensorStack(*[NonTensorData(row) for row in rows]))
 
 
-def replied(td: TensorDict, *texts: str, complete: Sequence[bool] = ()) -> TensorDict:
-    """Write the replies as a policy would, in history mode."""
+def responded(td: TensorDict, *texts: str, complete: Sequence[bool] = ()) -> TensorDict:
+    """Write the responses as a policy would, in history mode."""
     pairs = zip(texts, complete or [True] * len(texts), strict=True)
     said = History.from_chats([[assistant(t) | {"is_complete": c}] for t, c in pairs])
     full = td["history"].prompt.extend(said, inplace=False, dim=-1)

@@ -59,7 +59,7 @@ def test_a_row_that_left_the_loss_enters_neither_baseline_nor_scale(baseline):
 def test_the_density_of_bnpo_is_that_of_the_groups_that_are_learnt_from():
     raw = torch.tensor([[1.0], [0.0], [1.0], [1.0], [0.0], [0.0], [0.0], [1.0]])
     td = TensorDict({"reward_raw": raw, "loss_mask": raw >= 0}, [8])
-    td["loss_mask"][4:6] = False  # a reply that could not be judged took its group along
+    td["loss_mask"][4:6] = False  # a response that could not be judged took its group along
     got = BetaAdvantage(group_size=2, leash=leash(0.0), scale_by_std=False)(td)["advantage"]
     # Means 0.5, 1, 0.5 have mean 2/3 and variance 1/12, and so has Beta(10/9, 5/9).
     shapes = (1 + 10 / 27, 1 + 5 / 27)

@@ -33,7 +33,7 @@ MOVES = {"gspo": 0.02, "cispo": 1.5, "dppo": 1.5, "dppo_kl": 1.5}
 
 
 class Case:
-    """Replies as peers.py draws them; `kept` are the tokens of a row that count."""
+    """Responses as peers.py draws them; `kept` are the tokens of a row that count."""
 
     def __init__(self, group_size: int = G, move: float = 0.7) -> None:
         data = draw(move=move)
@@ -135,7 +135,7 @@ def dr_grpo(c: Case, curr: Tensor) -> Tensor:
 
 
 def rloo(c: Case, curr: Tensor) -> Tensor:
-    """arXiv 2402.14740 section 2.3: r - beta log(pi / ref) of a reply, against the others'."""
+    """arXiv 2402.14740 section 2.3: r - beta log(pi / ref) of a response, against the others'."""
     total = [
         REWARDS[i] - BETA * sum(float(c.gen[i, t] - c.ref[i, t]) for t in c.kept[i]) for i in c.rows
     ]

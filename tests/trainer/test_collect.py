@@ -111,7 +111,7 @@ def test_assistant_turns_of_the_prompt_are_the_assistants_but_not_sampled(uneven
     assert torch.equal(uneven["loss_mask"], uneven["masks", "all_response_mask"])
 
 
-def test_a_cut_reply_is_closed_by_a_token_nobody_sampled(uneven):
+def test_a_cut_response_is_closed_by_a_token_nobody_sampled(uneven):
     policy = make_policy()
     end = policy.tokenizer.eos_token_id
     between = policy.renderer.text(
@@ -143,7 +143,7 @@ def test_rows_are_padded_right_and_those_of_a_policy_with_other_outputs_are_the_
     assert (batch == collect(prompts(), ChatEnv(Words(), group_size=G), ragged)).all()
 
 
-def test_replies_of_one_token_and_empty_ones_are_whole_trajectories():
+def test_responses_of_one_token_and_empty_ones_are_whole_trajectories():
     policy = make_policy().get_new_version(generate_kwargs={"max_new_tokens": 1})
     batch = collect(start(Words(3), 1), ChatEnv(Words(3), group_size=80, max_turns=3), policy)
     sampled = batch["masks", "all_response_mask"]
@@ -151,7 +151,7 @@ def test_replies_of_one_token_and_empty_ones_are_whole_trajectories():
     assert not batch["reward_raw"][~sampled].any()
     first = sampled.int().argmax(-1)
     empty = [i for i in range(80) if int(batch["tokens", "full"][i, first[i]]) in policy.stop_ids]
-    assert empty, "the seed should bring a reply that ends at once"
+    assert empty, "the seed should bring a response that ends at once"
     assert batch["response"][empty[0]].split("\n")[0] == ""
     for i in empty:  # Words pays the length of the text modulo 3
         assert batch["reward_raw"][i, first[i]] == 0.0
@@ -290,10 +290,10 @@ def test_prompts_are_a_function_of_seed_and_iteration(tmp_path):
 class Writing(Words):
     """Its reward writes into the row that it is given."""
 
-    def reward(self, row, reply):
+    def reward(self, row, response):
         row["messages"].append({"role": "user", "content": "and again"})
         row["answer"] = "seen"
-        return super().reward(row, reply)
+        return super().reward(row, response)
 
 
 def test_what_a_reward_writes_into_its_row_is_in_no_later_prompt():

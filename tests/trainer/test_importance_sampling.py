@@ -96,11 +96,11 @@ def test_the_weighted_gradient_is_that_of_a_loop_over_tokens(level, mode):
 
 
 def test_a_bfloat16_generator_is_corrected():
-    """By enumeration: every reply of two tokens over a vocabulary of six."""
+    """By enumeration: every response of two tokens over a vocabulary of six."""
     a_bfloat16_generator_is_corrected()
 
 
-# Long and cut replies.
+# Long and cut responses.
 
 
 def test_the_overlong_penalty_is_that_of_dapo_at_the_last_sampled_token():
@@ -123,7 +123,7 @@ def test_the_overlong_penalty_is_that_of_dapo_at_the_last_sampled_token():
     assert any(-1 < value < 0 for value in seen)
 
 
-def test_truncated_replies_teach_nothing():
+def test_truncated_responses_teach_nothing():
     batch = rollout(make_policy())
     cut = batch["truncated"]
     assert 0 < int(cut.sum()) < len(cut)

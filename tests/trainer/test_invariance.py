@@ -58,8 +58,8 @@ def packed(name: str) -> Tensor:
         return gradient(step(name))
 
 
-def reply_by_reply(name: str, largest: int = 0) -> Tensor:
-    """Attend a reply at a time, `largest` weights by plain products."""
+def response_by_response(name: str, largest: int = 0) -> Tensor:
+    """Attend a response at a time, `largest` weights by plain products."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "LARGEST", largest)
         return gradient(step(name))
@@ -92,7 +92,7 @@ CHANGES = {
     "no shared prompts": without_shared_prompts,
     "with padding": with_padding,
     "packed": packed,
-    "attention reply by reply": reply_by_reply,
+    "attention response by response": response_by_response,
     "chunks of four logits": in_chunks_of_four_logits,
     "layers computed again": layers_computed_again,
 }
@@ -116,12 +116,12 @@ def test_packing_changes_the_layout_alone() -> None:
     assert far(whole("sft, packed"), whole("sft")) < TOLERANCE
 
 
-def attends_reply_by_reply() -> None:
-    """Check the plain products of each reply, where those of the whole rows are too many."""
+def attends_response_by_response() -> None:
+    """Check the plain products of each response, where those of the whole rows are too many."""
     batch, heads = step("grpo").batch, step("grpo").policy.model.config.num_attention_heads
     mask, group = batch["masks", "all_attention_mask"], batch["group_id"]
     rows, length = layout.shared(batch["tokens", "full"], mask, mask, group).input_ids.shape
-    got = reply_by_reply("grpo", largest=rows * heads * length**2 - 1)
+    got = response_by_response("grpo", largest=rows * heads * length**2 - 1)
     assert far(got, whole("grpo")) < TOLERANCE
 
 
@@ -253,5 +253,5 @@ def test_a_run_on_two_ranks_logs_what_one_logs(small_run: Finished, tmp_path: Pa
         assert want.keys() <= row.keys()
         assert {name: row[name] for name in want} == pytest.approx(want, rel=1e-3, abs=1e-4)
     assert (tmp_path / "model" / "model.safetensors").is_file()
-    replies = [row for row in lines(tmp_path / "transcripts.jsonl") if row["kind"] == "train"]
-    assert {row["group"] < 4 for row in replies} == {True, False}, "of both ranks' prompts"
+    responses = [row for row in lines(tmp_path / "transcripts.jsonl") if row["kind"] == "train"]
+    assert {row["group"] < 4 for row in responses} == {True, False}, "of both ranks' prompts"

@@ -10,7 +10,7 @@ from small_runs import Unjudged
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
-from envs.tasks.task import Reply, Reward
+from envs.tasks.task import Response, Reward
 from policies import load_policy, load_reference
 from trainer.evaluation import Evaluate, sample
 from trainer.kl.reference import Reference
@@ -89,7 +89,7 @@ def test_every_mean_is_over_its_rows_or_kept_tokens_of_all_ranks(tmp_path):
     assert "group/zero_variance_fraction" not in summarize(ungrouped, one_process())
 
 
-def test_a_batch_whose_replies_were_all_dropped_has_no_reward_and_no_kl():
+def test_a_batch_whose_responses_were_all_dropped_has_no_reward_and_no_kl():
     td = batch()
     td["dropped"], td["reward_errors"] = torch.ones(6, dtype=torch.bool), torch.ones(6)
     got, full = summarize(td, one_process()), summarize(batch(), one_process())
@@ -124,7 +124,7 @@ def test_transcripts_show_whole_groups_of_the_best_the_worst_and_the_median():
     assert kept("all") == [2, 3, 0, 1]
 
 
-def test_the_best_the_median_and_the_worst_reply_are_kept_token_by_token():
+def test_the_best_the_median_and_the_worst_response_are_kept_token_by_token():
     td, tokenizer = batch(), make_policy().tokenizer
     attention = torch.tensor([[1, 1, 1, 1]] * 6).bool()
     attention[1, 3] = False  # row 1 is shorter: its last column is padding
@@ -146,7 +146,7 @@ def test_the_best_the_median_and_the_worst_reply_are_kept_token_by_token():
 
 
 class Marked(Words):
-    """Every third reply is right; replies to the first row are dropped if `drops`."""
+    """Every third response is right; responses to the first row are dropped if `drops`."""
 
     def __init__(self, drops: bool = False) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Marked(Words):
     def label(self, row: dict) -> str:
         return "first" if row == self.rows("eval")[0] else "rest"
 
-    def reward(self, row: dict, reply: Reply) -> Reward:
+    def reward(self, row: dict, response: Response) -> Reward:
         self.count += 1
         first = row["answer"] == self.rows("eval")[0]["answer"]
         made = Reward(total=float(len(row["answer"])), parts={}, success=self.count % 3 == 0)
@@ -174,7 +174,7 @@ def test_rows_weigh_alike_in_a_short_last_chunk_and_one_right_sample_solves_a_ro
     scores, records = evaluate(num_samples=2)(5, kind="after", on_progress=shares.append)
     texts = [r["answer"] for r in Marked().rows("eval")]
     assert scores == {
-        "eval/sampled_accuracy": 2 / 8,  # of the chunks of 6 and 2 sampled replies: 3 and 6,
+        "eval/sampled_accuracy": 2 / 8,  # of the chunks of 6 and 2 sampled responses: 3 and 6,
         "eval/pass@2": 2 / 4,
         "eval/sampled_accuracy/first": 0,
         "eval/sampled_accuracy/rest": 2 / 6,
@@ -188,7 +188,7 @@ def test_rows_weigh_alike_in_a_short_last_chunk_and_one_right_sample_solves_a_ro
     assert {(r["kind"], r["iteration"], r["kl"]) for r in records} == {("after", 5, None)}
 
 
-def test_an_evaluation_without_a_judged_reply_has_no_score():
+def test_an_evaluation_without_a_judged_response_has_no_score():
     assert evaluate(Unjudged())(0)[0] == {}
 
 
@@ -219,8 +219,8 @@ def test_training_rows_are_evaluated_as_held_out_ones_under_names_of_their_own()
 
 
 @pytest.mark.parametrize(("drops", "kept"), [(False, 12), (True, 9)])
-def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(drops, kept):
-    """Against another model, by plain forwards: a mean over kept replies, and over their tokens."""
+def test_the_kl_of_an_evaluation_is_that_of_its_sampled_responses(drops, kept):
+    """Against another model, by plain forwards: a mean over kept responses, and their tokens."""
     policy, other = make_policy(), load_policy("tiny")
     played: list[TensorDictBase] = []
 
@@ -243,8 +243,8 @@ def test_the_kl_of_an_evaluation_is_that_of_its_sampled_replies(drops, kept):
     assert (scores["eval/sampled_accuracy"], scores["eval/pass@3"]) == (1 / 3, 1)
 
 
-def a_frontier_is_of_replies_at_temperature_one() -> None:
-    """Raise AssertionError unless eval.temperature does not change the replies of a frontier."""
+def a_frontier_is_of_responses_at_temperature_one() -> None:
+    """Raise AssertionError unless eval.temperature does not change the responses of a frontier."""
     at_one: list[list[float]] = []
 
     def hear(_: str, batch: TensorDictBase, rows: list[int]) -> None:
@@ -261,10 +261,10 @@ def test_a_frontier_leaves_out_what_the_task_drops_and_counts_it():
 
 
 def test_a_frontier_is_sampled_at_temperature_one():
-    a_frontier_is_of_replies_at_temperature_one()
+    a_frontier_is_of_responses_at_temperature_one()
 
 
-def test_the_seed_alone_changes_a_reply(tmp_path):
+def test_the_seed_alone_changes_a_response(tmp_path):
     whole = evaluate()(0)[1]
     other = evaluate(runtime=Runtime(tmp_path, seed=1))(0)[1]
     pairs = zip(whole, other, strict=True)

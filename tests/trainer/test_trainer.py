@@ -35,7 +35,7 @@ def straight(tmp_path_factory) -> Path:
     return folder
 
 
-def replies(folder: Path) -> list[tuple]:
+def responses(folder: Path) -> list[tuple]:
     rows = lines(folder / "transcripts.jsonl")
     return sorted((r["iteration"], r["kind"], r["prompt"], r["response"]) for r in rows)
 
@@ -49,7 +49,7 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_on_resume(straight, tmp_pa
     assert train(tmp_path, Counted(3, stop), resume=True).endswith("stopped\n")  # and again
     train(tmp_path, resume=True)
     assert metrics(tmp_path) == metrics(straight)
-    assert replies(tmp_path) == replies(straight)
+    assert responses(tmp_path) == responses(straight)
 
 
 @pytest.mark.runs
@@ -77,7 +77,7 @@ def test_without_checkpoints_a_resumed_run_starts_over(straight, tmp_path) -> No
     saved = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert saved == ["iteration_000004"], "the last iteration is saved, due or not"
     assert metrics(tmp_path) == metrics(straight)
-    assert replies(tmp_path) == replies(straight)
+    assert responses(tmp_path) == responses(straight)
 
 
 @pytest.mark.runs

@@ -23,7 +23,7 @@ NAMES = "reward", "success", "kl"  # of a response
 class Efficiency:
     """Compute kl/efficiency and the split of the KL of an evaluation.
 
-    Both compare it with `samples` replies per eval row of the untrained policy.
+    Both compare it with `samples` responses per eval row of the untrained policy.
     """
 
     def __init__(self, samples: int, path: Path) -> None:
@@ -31,11 +31,11 @@ class Efficiency:
         self.frontier: Frontier | None = None
         self.responses: dict[int, dict[str, list]] = {}  # of this rank, by row
 
-    def begin(self, replies: dict[str, Any], *, write: bool) -> None:
-        """Take replies of the untrained policy to each row (evaluation.sample); write the file."""
-        self.frontier = Frontier.of_samples(replies)
+    def begin(self, responses: dict[str, Any], *, write: bool) -> None:
+        """Take the untrained policy's responses to each row (evaluation.sample); write the file."""
+        self.frontier = Frontier.of_samples(responses)
         if self.frontier is not None and write:
-            write_text(self.path, json.dumps({"samples": self.samples, **replies}))
+            write_text(self.path, json.dumps({"samples": self.samples, **responses}))
 
     def keep_scores(self, on_batch: Callable[..., None]) -> Callable[..., None]:
         """Return `on_batch`, which also keeps the scores of the sampled responses."""

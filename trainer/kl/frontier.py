@@ -1,7 +1,7 @@
 """The optimal frontier of reward against KL, estimated from samples of the reference.
 
 The best policy at coefficient c, which maximises E[r] - c KL, is the reweighted reference
-ref * exp(r / c) / Z (Korbak et al. 2022, arXiv 2205.11275, section 3). With n replies of the
+ref * exp(r / c) / Z (Korbak et al. 2022, arXiv 2205.11275, section 3). With n responses of the
 reference per prompt, `rewards` [P, n],
 
     weights = softmax(r / c)            self-normalised
@@ -12,8 +12,8 @@ per prompt, then averaged. For rewards of 0 or 1 the pass rates p are enough: th
 right with probability a = p e^l / (1 - p + p e^l), l = 1 / c, and no policy with its mean accuracy
 has a smaller KL than the mean of kl_Bernoulli(a || p).
 
-The estimate is biased: samples contain too few rare replies, so the KL is too high at large
-rewards. A bootstrap resamples the replies to estimate this bias, which is subtracted (Davison and
+The estimate is biased: samples contain too few rare responses, so the KL is too high at large
+rewards. A bootstrap resamples the responses to estimate this bias, which is subtracted (Davison and
 Hinkley 1997, section 2.1).
 """
 
@@ -41,7 +41,7 @@ MAX_MISSING = 0.1  # share of the resamples that may end below a value
 class Curve:
     """Reward (or accuracy) against KL, in order of KL.
 
-    `kl` in nats per reply, `value` [N]; `low` and `high` are a 90 % confidence band.
+    `kl` in nats per response, `value` [N]; `low` and `high` are a 90 % confidence band.
     """
 
     kl: Array
@@ -85,7 +85,7 @@ def least_kl(rewards: Array, reward: float) -> float | None:
     spread = float(np.ptp(rewards, axis=1).max())
     tops = rewards.max(1, keepdims=True)  # [P, 1]
     best = float(tops.mean())
-    if spread > 0 and math.isclose(reward, best, rel_tol=1e-9):  # the best replies only
+    if spread > 0 and math.isclose(reward, best, rel_tol=1e-9):  # the best responses only
         return float(-np.log((rewards == tops).mean(1)).mean())
     if spread == 0 or not reward < best:
         return None
@@ -103,7 +103,7 @@ def least_kl(rewards: Array, reward: float) -> float | None:
 class ConfidenceBand:
     """Bias-corrected frontier from samples `rewards` [P, n], up to the KL that they support.
 
-    Each of `draws` bootstrap sets of replies gives another frontier. The samples do not support
+    Each of `draws` bootstrap sets of responses gives another frontier. The samples do not support
     values that more than a tenth of these do not reach.
     """
 
@@ -139,7 +139,7 @@ class ConfidenceBand:
     def curve(self) -> Curve:
         """Return the frontier from the reference to the largest supported KL.
 
-        n replies per prompt show nothing beyond e^KL = n; the curve ends at n / e (n / 10 if the
+        n responses per prompt show nothing beyond e^KL = n; the curve ends at n / e (n / 10 if the
         reward is not 0 or 1), or before, where more than a tenth of the resamples end. The band is
         the basic bootstrap interval (Davison and Hinkley 1997, eq. 5.6).
         """
@@ -210,7 +210,7 @@ def efficiency_error(
 
 
 def best_of(rewards: Array, k: int) -> float:
-    """Return the mean reward of the best of k replies of the reference, from n >= k samples.
+    """Return the mean reward of the best of k responses of the reference, from n >= k samples.
 
     Mean over all ways to pick k of n: sum of r_(i) C(i - 1, k - 1) / C(n, k) over the sorted
     rewards; for a 0/1 reward it is pass@k (Chen et al. 2021, arXiv 2107.03374, eq. 1).
@@ -234,7 +234,7 @@ def most_kl_of_best_of(k: int) -> float:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Reward and success [prompts, replies] of the reference on held-out prompts."""
+    """Reward and success [prompts, responses] of the reference on held-out prompts."""
 
     reward: Array
     success: Array
@@ -256,7 +256,7 @@ class Frontier:
 
     @property
     def metric(self) -> str:
-        """Return the metric to judge: accuracy if any reply is right, else reward."""
+        """Return the metric to judge: accuracy if any response is right, else reward."""
         return ACCURACY if self.success.any() else EVAL_REWARD
 
     def of(self, metric: str) -> Array:
@@ -281,13 +281,13 @@ class Frontier:
 
     def about(self) -> str:
         """Describe the samples behind the line, and how to extend it."""
-        prompts, replies = self.success.shape
-        text = f"The line comes from {replies} replies of the reference to each of {prompts} "
-        text += f"held-out prompts, and --frontier {8 * replies} extends it (docs/kl.md)."
+        prompts, responses = self.success.shape
+        text = f"The line comes from {responses} responses of the reference to each of {prompts} "
+        text += f"held-out prompts, and --frontier {8 * responses} extends it (docs/kl.md)."
         if self.success.any():
             none = int((self.success.max(1) == 0).sum())  # their frontier is unknown
-            text += f" {self.success.mean():.0%} of the replies are right"
-            text += f"; prompts without a right reply: {none}." if none else "."
+            text += f" {self.success.mean():.0%} of the responses are right"
+            text += f"; prompts without a right response: {none}." if none else "."
         return text
 
 

@@ -151,19 +151,21 @@ class Leash:
     def _missing(self, key: str) -> str:
         return f"{self.names.section}.where={self.where} needs {key}, got none; use RetrieveKL"
 
-    def follow(self, metrics: Mapping[str, float], *, replies: int) -> None:
+    def follow(self, metrics: Mapping[str, float], *, responses: int) -> None:
         """Update the coefficients from the KLs of an iteration.
 
-        `replies`: number on all ranks, including dropped replies, which have no KL.
+        `responses`: number on all ranks, including dropped responses, which have no KL.
         """
         valid = 1 - metrics.get("reward/dropped_fraction", 0.0)
         for each in self.each:
             kl, share = f"kl/{each.name}", each.controller.k3_share
             measured = metrics.get(f"{kl}_sequence")
             if measured and share:
-                length = measured / metrics[kl]  # tokens per reply = KL per reply / KL per token
+                length = (
+                    measured / metrics[kl]
+                )  # tokens per response = KL per response / KL per token
                 measured += share * (metrics[f"{kl}_k3"] * length - measured)
-            each.controller.follow(measured, sequences=round(replies * valid))
+            each.controller.follow(measured, sequences=round(responses * valid))
 
 
 def charged_in_reward(leash: Leash, batch: TensorDictBase) -> set[str]:

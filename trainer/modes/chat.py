@@ -29,7 +29,7 @@ LIKELIER, LESS_LIKELY = "dark_orange", "dodger_blue1"  # as in trainer/pages/sty
 
 @dataclass
 class Talk:
-    """The chat of one model: its messages, and their exact ids after the first reply."""
+    """The chat of one model: its messages, and their exact ids after the first response."""
 
     policy: TransformersWrapper
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Talk:
         self.ids = []
 
     def answer(self, text: str, stream: Tensor) -> int:
-        """Reply to a message; return the number of tokens of the reply."""
+        """Response to a message; return the number of tokens of the response."""
         policy, new = self.policy, [{"role": "user", "content": text}]
         if self.ids:
             prompt = policy.renderer.extend(self.ids, self.messages, new)
@@ -52,8 +52,8 @@ class Talk:
         ids = torch.tensor([prompt], device=policy.device)  # [1, T]
         sampled = policy._draw(ids, torch.ones_like(ids, dtype=torch.bool), stream)
         new_ids = sampled.ids[0].tolist()
-        reply = policy.tokenizer.decode(new_ids, skip_special_tokens=True)
-        self.messages += [*new, {"role": "assistant", "content": reply}]
+        response = policy.tokenizer.decode(new_ids, skip_special_tokens=True)
+        self.messages += [*new, {"role": "assistant", "content": response}]
         self.ids = prompt + new_ids
         return len(new_ids)
 
@@ -107,14 +107,14 @@ def chat(
                 talk.reset()
             console.print("a new chat")
         elif text:
-            try:  # the same stream: equal models give equal replies
-                _reply(*talks, text, fold(seed, torch.tensor([turn])), console)
+            try:  # the same stream: equal models give equal responses
+                _response(*talks, text, fold(seed, torch.tensor([turn])), console)
             except ValueError as error:
                 console.print(str(error), markup=False)
 
 
-def _reply(ours: Talk, theirs: Talk, text: str, stream: Tensor, console: Console) -> None:
-    """Print the replies of both models to a message."""
+def _response(ours: Talk, theirs: Talk, text: str, stream: Tensor, console: Console) -> None:
+    """Print the responses of both models to a message."""
     length = ours.answer(text, stream)
     ratios = log_ratio(ours, theirs.policy.scorer, length)
     shown = Text().append("policy     ", style="bold")

@@ -1,7 +1,8 @@
 """mode=evaluate: evaluate the eval rows of a task, print a table and write eval.json.
 
 pass@k is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, eq. 1), a mean over the rows.
-Replies that the task dropped are excluded, as in training. Metric names are those of metrics.jsonl.
+Responses that the task dropped are excluded, as in training. Metric names are those of
+metrics.jsonl.
 """
 
 import json
@@ -31,8 +32,8 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def read_replies(batch: TensorDictBase) -> list[dict[str, float]]:
-    """Return the metrics of each reply by name; {} for a reply that the task dropped."""
+def read_responses(batch: TensorDictBase) -> list[dict[str, float]]:
+    """Return the metrics of each response by name; {} for a response that the task dropped."""
     sampled = batch.get(("masks", "all_response_mask"))  # [B, T]
     values = {
         "right": batch.get("success").float(),
@@ -51,28 +52,28 @@ def read_replies(batch: TensorDictBase) -> list[dict[str, float]]:
 
 
 def tally(
-    replies: Sequence[dict[str, float]], samples: int, accuracy: dict[str, float]
+    responses: Sequence[dict[str, float]], samples: int, accuracy: dict[str, float]
 ) -> dict[str, float]:
-    """Return the metrics of replies, `samples` consecutive ones per row, and their `accuracy`.
+    """Return the metrics of responses, `samples` consecutive ones per row, and their `accuracy`.
 
-    A reward part that does not apply to a reply is NaN and is excluded.
+    A reward part that does not apply to a response is NaN and is excluded.
     """
-    rows = [replies[i : i + samples] for i in range(0, len(replies), samples)]
+    rows = [responses[i : i + samples] for i in range(0, len(responses), samples)]
     scored = [row for row in rows if all(row)]
     dropped = len(rows) - len(scored)
     if not scored:
         return {"rows": 0, "dropped_rows": dropped}
     out: dict[str, float] = {"rows": len(scored), "samples": samples, **accuracy}
-    right = [int(sum(reply["right"] for reply in row)) for row in scored]
+    right = [int(sum(response["right"] for response in row)) for row in scored]
     if len(scored) > 1:  # over rows: a row's samples are not independent
         out["standard_error"] = stdev(count / samples for count in right) / len(scored) ** 0.5
     for k in range(1, samples + 1) if samples > 1 else ():
         out[f"eval/pass@{k}"] = fmean(pass_at_k(samples, count, k) for count in right)
-    each = [reply for row in scored for reply in row]
-    for name in dict.fromkeys(name for reply in each for name in reply if name != "right"):
-        values = [v for reply in each if not math.isnan(v := reply.get(name, math.nan))]
+    each = [response for row in scored for response in row]
+    for name in dict.fromkeys(name for response in each for name in response if name != "right"):
+        values = [v for response in each if not math.isnan(v := response.get(name, math.nan))]
         out |= {name: fmean(values)} if values else {}
-    out["response/length_max"] = max(reply[LENGTH] for reply in each)
+    out["response/length_max"] = max(response[LENGTH] for response in each)
     if "eval/kl_ref_sequence" in out:
         out["eval/kl_ref"] = out["eval/kl_ref_sequence"] / max(out[LENGTH], 1e-9)
     return out | ({"dropped_rows": dropped} if dropped else {})
@@ -81,16 +82,16 @@ def tally(
 def measure(loop: Trainer) -> dict[str, dict[str, float]]:
     """Evaluate the eval rows; return the metrics of each plan, "sampled" and "greedy"."""
     samples = {name: env.group_size for name, env, _ in loop.evaluate.plans}
-    replies: dict[str, list] = {name: [] for name in samples}
+    responses: dict[str, list] = {name: [] for name in samples}
 
     def hear(name: str, batch: TensorDictBase, _: list[int]) -> None:
-        replies[name] += read_replies(batch)
+        responses[name] += read_responses(batch)
 
     scores, _ = loop.evaluate(0, kind="eval", on_batch=hear)
-    gathered, out = loop.runtime.gather(replies), {}
+    gathered, out = loop.runtime.gather(responses), {}
     for name, count in samples.items():
         accuracy = {k: v for k, v in scores.items() if k.startswith(f"eval/{name}_accuracy")}
-        each = [reply for part in gathered for reply in part[name]]
+        each = [response for part in gathered for response in part[name]]
         out[name] = tally(each, count, accuracy)
     return out
 
@@ -98,7 +99,7 @@ def measure(loop: Trainer) -> dict[str, dict[str, float]]:
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
     """Evaluate, print the table and write eval.json."""
     if not loop.evaluate.plans:
-        raise ValueError("no reply to evaluate; set eval.num_samples=8 or eval.greedy=true")
+        raise ValueError("no response to evaluate; set eval.num_samples=8 or eval.greedy=true")
     chosen = take_weights(loop, settings)
     metrics = measure(loop)
     if not loop.runtime.is_main:

@@ -23,7 +23,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     if not loop.runtime.is_main:
         return 0.0
     if not rewards:
-        raise ValueError("expected replies with a reward, got none: the task dropped every row")
+        raise ValueError("expected responses with a reward, got none: the task dropped every row")
     about = {"model": loop.policy.files.sha256, "samples": samples}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps({**about, **rewards}))

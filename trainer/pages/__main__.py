@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folders", type=Path, nargs="+", metavar="folder")
     parser.add_argument("--svg", type=Path, help="write only the main picture to this file")
-    about = "replies of the reference to each held-out prompt, 64 without a number (docs/kl.md)"
+    about = "responses of the reference to each held-out prompt, 64 without a number (docs/kl.md)"
     parser.add_argument("--frontier", type=int, nargs="?", const=64, metavar="N", help=about)
     try:
         _run(parser.parse_args(arguments))

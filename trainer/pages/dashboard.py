@@ -22,7 +22,7 @@ from trainer.runs.run_files import ITERATION
 
 # the charts of report.html, and the parts of the reward
 SECTIONS: dict[str, Sequence[Panel]] = {
-    "Curves": (*MAIN, Panel("Reward parts", "mean per reply", {"reward_part/*": "part"})),
+    "Curves": (*MAIN, Panel("Reward parts", "mean per response", {"reward_part/*": "part"})),
     "More curves": MORE,
 }
 LOGIN = "no W&B login: run `wandb login` or set WANDB_API_KEY, then again; --dry-run needs none"

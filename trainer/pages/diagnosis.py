@@ -132,7 +132,7 @@ def reward_hacked(past: Past) -> Values:
     lost = [kind for kind in kinds if best[kind] - now[kind] >= max(0.05, best[kind] / 3)]
     if not rises or not lost or any(now[kind] >= best[kind] for kind in kinds):
         return None
-    kl = "".join(f" at {v:.1f} nats per reply" for v in past.last("kl/ref_sequence", 1))
+    kl = "".join(f" at {v:.1f} nats per response" for v in past.last("kl/ref_sequence", 1))
     return {**ends, "before": best[lost[0]], "after": now[lost[0]], "kl": kl}
 
 

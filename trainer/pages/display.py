@@ -24,7 +24,7 @@ from trainer.runs.run_log import TERMINAL
 
 _REWARD = {"reward/mean": "reward {:z.3f}"}  # z: no -0.000
 _LOSS = {"loss/total": "loss {:z.4f}"}
-_KL = {"kl/ref_sequence": "KL {:z.3f} nats per reply"}
+_KL = {"kl/ref_sequence": "KL {:z.3f} nats per response"}
 _EVAL = {"eval/sampled_accuracy": "accuracy {:.2f}", "eval/greedy_accuracy": "greedy {:.2f}"}
 _LATEST = {
     "kl/ref": "{:z.3f} nats per token",
@@ -89,8 +89,8 @@ class Display(Observer):
     """Show the progress of a run of `total` iterations.
 
     `header`: lines below the title; a Path is shown relative. `folder`: the run folder for the last
-    lines, if it stays. `show_every`: iterations between sample replies; 0 = none. `brief`: a job of
-    a sweep, which prints only its start and result. `live`: draw a bar on a terminal.
+    lines, if it stays. `show_every`: iterations between sample responses; 0 = none. `brief`: a job
+    of a sweep, which prints only its start and result. `live`: draw a bar on a terminal.
 
     >>> display = Display(2, title="demo", file=sys.stdout)
     >>> display.begin()
@@ -173,16 +173,16 @@ class Display(Observer):
                 parts = [f"iteration {iteration}/{self.total}", *values, f"{seconds:.1f} s"]
             self.console.print("  ".join(filter(None, [*parts, self._left()])))
 
-    def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
-        """Print a few replies of an evaluation; in training, the best and worst."""
+    def responses(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
+        """Print a few responses of an evaluation; in training, the best and worst."""
         if self.brief or not rows:
             return
         if kind != "train":
             when = f"at iteration {iteration}" if kind == "eval" else f"{kind} training"
-            self._print_replies(f"replies {when}", rows[:3], width=72)
+            self._print_responses(f"responses {when}", rows[:3], width=72)
         elif self.show_every and iteration % self.show_every == 0:
-            title = f"best and worst reply of iteration {iteration}"
-            self._print_replies(title, rows[:: max(len(rows) - 1, 1)], width=240)
+            title = f"best and worst response of iteration {iteration}"
+            self._print_responses(title, rows[:: max(len(rows) - 1, 1)], width=240)
 
     def say(self, text: str, *, style: str = "") -> None:
         self.console.print(text, style=style)
@@ -244,8 +244,10 @@ class Display(Observer):
         each = sum(self._seconds) / len(self._seconds)
         return f"{duration((self.total - self._iteration) * each + self._evaluation_s)} left"
 
-    def _print_replies(self, title: str, rows: Sequence[Mapping[str, Any]], *, width: int) -> None:
-        """Print prompts and replies (rows of transcripts.jsonl)."""
+    def _print_responses(
+        self, title: str, rows: Sequence[Mapping[str, Any]], *, width: int
+    ) -> None:
+        """Print prompts and responses (rows of transcripts.jsonl)."""
         self.console.print(title)
         for row in rows:
             reward = row.get("reward")

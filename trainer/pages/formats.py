@@ -1,4 +1,4 @@
-"""Format numbers, times and replies for pages and the terminal."""
+"""Format numbers, times and responses for pages and the terminal."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

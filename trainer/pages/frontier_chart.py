@@ -50,9 +50,9 @@ from trainer.runs.run_files import Run
 
 AVERAGED = "last ten iterations, at most a quarter of all"
 TITLES = {
-    REWARD: ("Reward against KL to the reference", f"mean reward per reply: {AVERAGED}"),
-    ACCURACY: ("Accuracy against KL to the reference", "share of held-out replies, sampled"),
-    EVAL_REWARD: ("Held-out reward against KL to the reference", "mean per held-out reply"),
+    REWARD: ("Reward against KL to the reference", f"mean reward per response: {AVERAGED}"),
+    ACCURACY: ("Accuracy against KL to the reference", "share of held-out responses, sampled"),
+    EVAL_REWARD: ("Held-out reward against KL to the reference", "mean per held-out response"),
 }
 LABELS = {REWARD: "reward", ACCURACY: "accuracy", EVAL_REWARD: "held-out reward"}
 HUE = "var(--hue3)"  # of the optimal frontier
@@ -87,7 +87,7 @@ def draw_sweep(
         "hollow: beaten in both": any(s.finished and s not in line for s in placed),
         "dashed: unfinished": any(not s.finished for s in placed),
         "cross: before training": begin,
-        "upper line: the best there is; diamonds: best of 2, 4 ... replies": frontier,
+        "upper line: the best there is; diamonds: best of 2, 4 ... responses": frontier,
     }
     title, unit = TITLES[by]
     title = title.replace("reference", "sampler") if sampler else title
@@ -98,7 +98,7 @@ def draw_sweep(
     spots = [spot for setting in placed for spot in setting.spots(by)]
     kls, values = zip(*spots, *([begin] if begin else []), strict=True)
     lines = FrontierLines(frontier, by, most=max(kls)) if frontier else None
-    per = "token" if sampler else "reply"
+    per = "token" if sampler else "response"
     kl_axes(chart, max(kls), [*values, *(lines.range if lines else [])], per=per)
     taken: list[Box] = []  # points, bars and labels that no new label may cover
     if lines:
@@ -130,7 +130,7 @@ def draw_run(run: Run, frontier: Frontier, *, width: int = 360, height: int = 26
     iterations, values, spent = zip(*points, strict=True)
     kls = [max(kl, 0.0) for kl in spent]
     lines = FrontierLines(frontier, frontier.metric, most=max(*kls, 0.5))
-    unit = "line: the best there is; diamonds: best of 2, 4 ... replies"
+    unit = "line: the best there is; diamonds: best of 2, 4 ... responses"
     title = f"{label.capitalize()} against KL, held-out prompts"
     chart = Chart(title, unit, width=width, height=height)
     kl_axes(chart, max(*kls, 0.5), [*values, *lines.range])
@@ -145,7 +145,7 @@ def draw_run(run: Run, frontier: Frontier, *, width: int = 360, height: int = 26
     return chart.svg()
 
 
-def kl_axes(chart: Chart, most: float, values: Sequence[float], *, per: str = "reply") -> None:
+def kl_axes(chart: Chart, most: float, values: Sequence[float], *, per: str = "response") -> None:
     """Draw the axes of `values` against the KL, from 0 to `most` nats."""
     chart.axes(
         (0.0, max(most, 1e-3)),
@@ -190,7 +190,7 @@ class FrontierLines:
         chart.path(outline, f"fill:{HUE};opacity:0.18;stroke:none", kind="area")
         chart.path(zip(kl, self.curve.value.tolist(), strict=True), f"stroke:{HUE}")
         for k, bound, value in self.best:
-            of = f"best of {k} replies of the reference"
+            of = f"best of {k} responses of the reference"
             tip = f"{of}: {label} {value:.3f}, KL at most {bound:.2f}"
             shape = f'd="M{chart.x(bound)} {chart.y(value) - 5:g}l5 5l-5 5l-5 -5z"'
             element = f'<path {shape} style="fill:{HUE}"><title>{escape(tip)}</title></path>'

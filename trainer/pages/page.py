@@ -1,7 +1,7 @@
 """Render HTML pages from the templates in this folder: one file each, no network.
 
-Templates escape every text that is not marked as safe, as replies may contain markup. A page is
-readable without its scripts (script.js, replies.js).
+Templates escape every text that is not marked as safe, as responses may contain markup. A page is
+readable without its scripts (script.js, responses.js).
 """
 
 import time
@@ -24,7 +24,7 @@ _TEMPLATES = Environment(
 _TEMPLATES.globals |= {
     "style": CSS + (FOLDER / "style.css").read_text(encoding="utf-8"),
     "script": (FOLDER / "script.js").read_text(encoding="utf-8"),
-    "replies_script": (FOLDER / "replies.js").read_text(encoding="utf-8"),
+    "responses_script": (FOLDER / "responses.js").read_text(encoding="utf-8"),
 }
 _TEMPLATES.filters |= {"duration": duration, "line_style": line_style, "nats": nats, "short": short}
 _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}

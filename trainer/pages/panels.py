@@ -139,7 +139,7 @@ def others(run: Run) -> list[Panel]:
     rest = [n for n in run.names() if n not in known and not n.startswith("progress/")]
     parts = {n: n.removeprefix("reward_part/") for n in rest if n.startswith("reward_part/")}
     single = [Panel(n, "", {n: n}) for n in rest if n not in parts]
-    return ([Panel("Reward parts", "mean per reply", parts)] if parts else []) + single
+    return ([Panel("Reward parts", "mean per response", parts)] if parts else []) + single
 
 
 def _parts(series: Sequence[Series], run: Run) -> list[Series]:

@@ -16,7 +16,7 @@ from trainer.pages import frontier_chart, panels, summary
 from trainer.pages.chart import standalone
 from trainer.pages.formats import duration, leaves
 from trainer.pages.page import PATIENCE, write_page
-from trainer.pages.replies import select_replies
+from trainer.pages.responses import select_responses
 from trainer.pages.sweep_jobs import find_frontier
 from trainer.runs.redact import redact
 from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run, number
@@ -46,11 +46,16 @@ def run_svg(folder: str | Path) -> str:
 
 def _values(run: Run, state: str) -> dict[str, Any]:
     """Return the values of the template."""
-    replies = select_replies(run.folder / "transcripts.jsonl")
+    responses = select_responses(run.folder / "transcripts.jsonl")
     (first, more), changes = panels.shown(run), _changes(run)
     curves = [*_frontier(run), *first]
-    parts = {"Curves": curves, "Replies": replies, "Environment": True, "Configuration": changes}
-    return replies | {
+    parts = {
+        "Curves": curves,
+        "Responses": responses,
+        "Environment": True,
+        "Configuration": changes,
+    }
+    return responses | {
         "title": run.experiment,
         "sections": [name for name, present in parts.items() if present],
         "status": run.status,

@@ -180,7 +180,7 @@
     }
     plots.forEach((plot, i) => { plot.log = kept.logs.includes(i); });
     show(kept.zoom);
-    if (kept.replies) document.getElementById("browser")?.restore?.(kept.replies);
+    if (kept.responses) document.getElementById("browser")?.restore?.(kept.responses);
     scrolled().forEach((e, i) => { e.scrollLeft = kept.x[i] || 0; });
     scrollTo(0, kept.y);
   }
@@ -194,9 +194,9 @@
     const sorted = Object.fromEntries(heads.map((h) => [h.textContent, h.getAttribute("aria-sort")]));
     const pick = picks.findIndex((one) => one.checked);
     const x = scrolled().map((e) => e.scrollLeft);
-    const replies = document.getElementById("browser")?.told?.();
+    const responses = document.getElementById("browser")?.told?.();
     const logs = [...plots.keys()].filter((i) => plots[i].log);
-    store((s) => s.setItem(key, JSON.stringify({y: scrollY, x, open, sorted, pick, replies, zoom, logs})));
+    store((s) => s.setItem(key, JSON.stringify({y: scrollY, x, open, sorted, pick, responses, zoom, logs})));
     location.reload();
   };
   const count = () => document.querySelectorAll("[data-since]").forEach((e) => {

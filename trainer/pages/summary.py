@@ -34,9 +34,9 @@ def tiles(run: Run) -> dict[str, str]:
             out[name + note] = " \u2192 ".join(map(short, [points[0][1], last][: len(points)]))
     if kl := run.last_ten("kl/ref_sequence"):
         note = f", last {len(kl)}" * (len(kl) > 1)
-        out[f"KL to the reference, nats per reply{note}"] = nats(sum(kl) / len(kl))
+        out[f"KL to the reference, nats per response{note}"] = nats(sum(kl) / len(kl))
     if kls := [kl for at, kl in run.series("eval/kl_ref_sequence") if at]:
-        out["KL of the held-out replies, nats"] = nats(kls[-1])
+        out["KL of the held-out responses, nats"] = nats(kls[-1])
     if run.metrics:
         if (share := number(run.metrics[-1].get("kl/efficiency"))) is not None:
             out["KL efficiency"] = short(share)

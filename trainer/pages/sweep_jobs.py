@@ -233,7 +233,7 @@ def comparable(jobs: Sequence[Job]) -> bool:
 def start(jobs: Sequence[Job], by: str) -> tuple[float, float] | None:
     """Return KL and reward (or accuracy) before training, averaged over comparable jobs.
 
-    The replies of the first iteration are sampled before any step.
+    The responses of the first iteration are sampled before any step.
     """
     spots = []
     for run in (job.run for job in jobs):

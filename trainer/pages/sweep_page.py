@@ -16,7 +16,7 @@ from trainer.pages.formats import duration
 from trainer.pages.frontier_chart import AVERAGED, draw_sweep
 from trainer.pages.page import PATIENCE, write_page
 from trainer.pages.panels import MAIN, Figure, open_notes
-from trainer.pages.replies import Reply, by_kind, side_by_side
+from trainer.pages.responses import TranscriptRow, by_kind, side_by_side
 from trainer.pages.summary import repeat_command
 from trainer.pages.sweep_jobs import (
     DRIFT,
@@ -40,8 +40,8 @@ from trainer.runs.run_files import dig, read_lines
 # in the order of a run's preference
 OBJECTIVES = (ACCURACY, "eval/greedy_accuracy", "reward/mean", "loss/total")
 MOVES = 1e-4  # nats per token to the sampler; with one step per batch it is rounding
-PROMPTS, SETTINGS = 8, 6  # at most, of replies side by side
-READ = 2**20  # bytes of a file: replies before training are at its start, those after at its end
+PROMPTS, SETTINGS = 8, 6  # at most, of responses side by side
+READ = 2**20  # bytes of a file: responses before training are at its start, those after at its end
 
 Links = dict[str, dict[str, str]]  # text and page of each job
 
@@ -101,7 +101,7 @@ def _values(sweep: Sweep) -> dict[str, Any]:
         "warnings": [(*key, warned[key]) for key in sorted(warned)],
         "curves": list(_overlays(begun, keys)),
         "names": [setting.name for setting in begun],
-        "replies": _replies(begun),
+        "responses": _responses(begun),
     }
 
 
@@ -188,10 +188,10 @@ def _overlays(begun: Sequence[Setting], keys: Sequence[str]) -> Iterator[Figure]
             yield Figure(chart, f"healthy: {panel.healthy}", [panel.swept])
 
 
-def _replies(settings: Sequence[Setting]) -> list[dict[str, Reply]]:
-    """Return replies to the same held-out prompts: before training, then by coefficient."""
-    before: dict[str, Reply] = {}
-    columns: dict[str, dict[str, Reply]] = {}
+def _responses(settings: Sequence[Setting]) -> list[dict[str, TranscriptRow]]:
+    """Return responses to the same held-out prompts: before training, then by coefficient."""
+    before: dict[str, TranscriptRow] = {}
+    columns: dict[str, dict[str, TranscriptRow]] = {}
     for setting in sorted(settings, key=lambda s: s.mean("kl/coeff") or 0.0):
         rows = read_lines(setting.jobs[0].run.folder / "transcripts.jsonl", most=READ)
         kinds = by_kind(rows)

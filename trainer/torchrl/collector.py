@@ -178,7 +178,7 @@ class LLMCollector:
         if self._player is not self.policy:  # a copy, whose version does not follow syncs
             self._player.version = self.policy.version
         td = self._player(lazy_stack([chat.state for chat in playing]))
-        if self._exact:  # the policy marks only its new reply
+        if self._exact:  # the policy marks only its new response
             masks = rows(td, (self._player.masks_key, "all_assistant_mask"))
             for mask, chat in zip(masks or (), playing, strict=True):
                 mask[: len(chat.assistant)] |= chat.assistant.to(mask.device)

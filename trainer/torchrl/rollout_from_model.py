@@ -1,8 +1,9 @@
 """Rollouts of a causal language model, scored by a reward model: one step per token, as TorchRL's.
 
-A row of the data has T0 tokens, a reply at most S. A row of `generated` [B, T] has T = T0 + S
-tokens: the prompt at its place in the data, the reply after it, then padding. The attention mask,
-`prompt_rindex` and the reply's first end token mark real tokens, never a token's id in the prompt.
+A row of the data has T0 tokens, a response at most S. A row of `generated` [B, T] has T = T0 + S
+tokens: the prompt at its place in the data, the response after it, then padding. The attention
+mask, `prompt_rindex` and the response's first end token mark real tokens, never a token's id in the
+prompt.
 """
 
 from collections import deque
@@ -25,7 +26,7 @@ from trainer.torchrl.prompt_data import PromptData
 
 
 class RolloutFromModel:
-    """Generate and reward replies: a score at the end, a KL penalty at each token.
+    """Generate and reward responses: a score at the end, a KL penalty at each token.
 
     `model` and `ref_model` are causal language models of transformers; `reward_model` maps
     input_ids and attention_mask to rewards and end_scores, as a module or a TensorDictModule.
@@ -71,19 +72,19 @@ class RolloutFromModel:
     @torch.no_grad()
     def rollout_from_data(self, batch: PromptData, generation_config: Any = None) -> TensorDict:
         """Return `create_rollout_td` of what `generate` returns for the batch."""
-        replies = self.generate(batch, generation_config)
-        return self.create_rollout_td(batch, *replies, generation_config=generation_config)
+        responses = self.generate(batch, generation_config)
+        return self.create_rollout_td(batch, *responses, generation_config=generation_config)
 
     @torch.no_grad()
     def generate(
         self, batch: PromptData, generation_config: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (generated [B, T], log_probs [B, S, 1], log_ratio [B, S]), a reply to each prompt.
+        """Return generated [B, T], log_probs [B, S, 1], log_ratio [B, S], a response a prompt.
 
         Without a GenerationConfig tokens are sampled from the model's full distribution. With one,
         the model's `generate` follows it; its max_new_tokens, if any, is S. log_probs are those of
         sampling; log_ratio is log p(model) - log p(ref_model) at the sampling temperature; both are
-        0 after the end. ValueError for beams, several replies per prompt and stopping criteria
+        0 after the end. ValueError for beams, several responses per prompt and stopping criteria
         without an end token.
         """
         ids, prompt = _prompts(batch)
@@ -93,10 +94,10 @@ class RolloutFromModel:
             alive = widen(sampled.mask.to(ids.device), steps)
             columns = _columns(batch, steps)
             blank = self.pad_token_id
-            reply = widen(sampled.ids.to(ids.device), steps).masked_fill(~alive, blank)  # [B, N]
+            response = widen(sampled.ids.to(ids.device), steps).masked_fill(~alive, blank)  # [B, N]
             total = ids.shape[1] + steps
             generated = widen(ids.masked_fill(~prompt, blank), total, blank)
-            generated = generated.scatter(-1, columns, reply)  # [B, T]
+            generated = generated.scatter(-1, columns, response)  # [B, T]
             keep = widen(torch.zeros_like(prompt), total).scatter(-1, columns, alive)
             rows = (generated, widen(prompt, total) | keep, keep)  # [B, T] each
             temperature = config_temperature(generation_config)
@@ -182,7 +183,7 @@ class RolloutFromModel:
         return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
     def _draw(self, ids: Tensor, mask: Tensor, steps: int, config: Any) -> Sampled:
-        """Sample a reply to each prompt, by leash's sampler or the model's `generate`."""
+        """Sample a response to each prompt, by leash's sampler or the model's `generate`."""
         prompts = compact(ids, mask, side="left"), compact(mask, mask, side="left")
         args, ends = _moved(self.model, prompts), self._ends(config)
         if config is None:
@@ -236,7 +237,7 @@ def _prompts(batch: PromptData | TensorDictBase) -> tuple[Tensor, Tensor]:
 
 
 def _columns(batch: PromptData | TensorDictBase, steps: int) -> Tensor:
-    """Return the columns of the reply's tokens in `generated`, [B, S]."""
+    """Return the columns of the response's tokens in `generated`, [B, S]."""
     rindex = batch.get("prompt_rindex")
     return rindex[:, None] + 1 + torch.arange(steps, device=rindex.device)
 

@@ -1,7 +1,7 @@
 """Attention on a CPU: plain products for small inputs, where torch's fused kernel is slower.
 
 With 8 rows of 137 tokens in bfloat16, forward and backward take a quarter of the kernel's time.
-In large rows of several replies the products of a reply are with its prompt and itself only.
+In large rows of several responses the products of a response are with its prompt and itself only.
 Other layers see all tokens in one row without padding; a Grid puts them into rows for attention.
 """
 
@@ -61,7 +61,7 @@ def attend(
     groups, size = key.shape[1:3]
     small = query.device.type == "cpu" and rows * heads * length * size <= LARGEST
     if trees is not None and query.device.type == "cpu" and not small:
-        return _by_reply(module, query, key, value, trees, **kwargs), None
+        return _by_response(module, query, key, value, trees, **kwargs), None
     plain = length == 1 if mask is None else mask.dtype == torch.bool  # None: causal
     if not (small and plain):
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
@@ -77,7 +77,7 @@ def attend(
     return (weights @ value).view(rows, heads, length, -1).transpose(1, 2), None
 
 
-def _by_reply(
+def _by_response(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -3,7 +3,7 @@
 import pytest
 
 from envs.adapters.episodes import Episode, Episodes, Turn
-from envs.tasks.task import Reply, Reward, assistant, user
+from envs.tasks.task import Response, Reward, assistant, user
 
 
 class Counting(Episodes):
@@ -25,10 +25,10 @@ class Count(Episode):
     def __init__(self, task, place, start):
         self.task, self.place, self.count = task, place, start
 
-    async def answer(self, reply):
+    async def answer(self, response):
         self.count += 1
         reward = Reward(float(self.count), {"said": 1.0}, False)
-        return Turn([user(f"{self.count}")] if reply.text != "end" else [], reward)
+        return Turn([user(f"{self.count}")] if response.text != "end" else [], reward)
 
     async def close(self):
         self.task.log.append(("close", self.place))
@@ -37,14 +37,14 @@ class Count(Episode):
 def play(task, chats, text):
     """Say a text in each chat (place -> messages after the prompt); return rewards and answers."""
     rows = [task.rows("train")[place] for place in chats]
-    replies = []
+    responses = []
     for row, said in zip(rows, chats.values(), strict=True):
         said.append(assistant(text))
         system = [{"role": "system", "content": "Be brief."}]  # as policy.system_prompt adds it
-        replies.append(Reply(text, True, [*system, *row["messages"], *said]))
-    rewards = task.rewards(rows, replies)
-    for row, reply, said in zip(rows, replies, chats.values(), strict=True):
-        said += task.respond(row, reply)
+        responses.append(Response(text, True, [*system, *row["messages"], *said]))
+    rewards = task.rewards(rows, responses)
+    for row, response, said in zip(rows, responses, chats.values(), strict=True):
+        said += task.respond(row, response)
     return [reward.total for reward in rewards], [said[-1]["content"] for said in chats.values()]
 
 
@@ -63,11 +63,11 @@ def test_fewer_open_episodes_than_chats_play_the_same_games(at_once):
 def test_samples_of_a_prompt_that_say_the_same_have_an_episode_each():
     task = Counting(4)
     row = task.rows("train")[0]
-    replies = [Reply("a", True, [*row["messages"], assistant("a")]) for _ in range(3)]
-    assert [r.total for r in task.rewards([row] * 3, replies)] == [1, 1, 1]
-    after = [[*r.messages, *task.respond(row, r), assistant("b")] for r in replies]
-    replies = [Reply("b", True, messages) for messages in after]
-    assert [r.total for r in task.rewards([row] * 3, replies)] == [2, 2, 2]
+    responses = [Response("a", True, [*row["messages"], assistant("a")]) for _ in range(3)]
+    assert [r.total for r in task.rewards([row] * 3, responses)] == [1, 1, 1]
+    after = [[*r.messages, *task.respond(row, r), assistant("b")] for r in responses]
+    responses = [Response("b", True, messages) for messages in after]
+    assert [r.total for r in task.rewards([row] * 3, responses)] == [2, 2, 2]
     assert task.log == [("open", 0)] * 3
     task.close()
     assert task.log[3:] == [("close", 0)] * 3

@@ -7,7 +7,7 @@ import pytest
 from refusals import refusal
 from runs import train_here
 
-from envs.tasks import Reply, Verifiers
+from envs.tasks import Response, Verifiers
 from envs.tasks.task import assistant, user
 
 pytestmark = [pytest.mark.others, pytest.mark.filterwarnings("default")]  # their warnings
@@ -71,9 +71,9 @@ def play(task, row: dict, *texts: str) -> tuple[list, list[str]]:
     said, heard, rewards = list(row["messages"]), [], []
     for text in texts:
         said.append(assistant(text))
-        reply = Reply(text, True, list(said))
-        rewards += task.rewards([row], [reply])
-        said += (answer := task.respond(row, reply))
+        response = Response(text, True, list(said))
+        rewards += task.rewards([row], [response])
+        said += (answer := task.respond(row, response))
         heard += [message["content"] for message in answer]
     return rewards, heard
 
@@ -95,12 +95,12 @@ def test_verifiers_give_rows_and_the_rewards_of_the_rubric(shop):
     assert task.part_names() == sorted(done.parts)
 
 
-def test_rewards_see_all_replies_to_a_prompt_or_fail_and_drop_them(shop):
+def test_rewards_see_all_responses_to_a_prompt_or_fail_and_drop_them(shop):
     task = Verifiers(shop, arguments={"second": "longest"})
     first, second = task.rows("train")[:2]
     rows, texts = [first] * 3 + [second] * 2, ["a", "bb", "cc", "a", ""]
     pairs = zip(rows, texts, strict=True)
-    got = task.rewards(rows, [Reply(t, True, [*r["messages"], assistant(t)]) for r, t in pairs])
+    got = task.rewards(rows, [Response(t, True, [*r["messages"], assistant(t)]) for r, t in pairs])
     assert [reward.parts["longest"] for reward in got] == [0, 1, 1, 1, 0]
     with pytest.warns(UserWarning, match="shop_env: KeyError"):
         ((done,), _) = play(Verifiers(shop, arguments={"second": "broken"}), first, "a")

@@ -4,11 +4,11 @@ import pytest
 
 from conf.build import make_task
 from conf.compose import compose_checked
-from envs.tasks import ReasoningGym, Reply
+from envs.tasks import ReasoningGym, Response
 
 
-def tagged(text: str, *, complete: bool = True) -> Reply:
-    return Reply(f"<think>so</think><answer>{text}</answer>", complete, [])
+def tagged(text: str, *, complete: bool = True) -> Response:
+    return Response(f"<think>so</think><answer>{text}</answer>", complete, [])
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "leg_counting"])
@@ -16,22 +16,22 @@ def test_the_librarys_answer_earns_all_and_no_answer_or_the_question_nothing(nam
     task = make_task(compose_checked(["env=reasoning_gym", f"env.task.name={name}"])["env"])
     rows = list(task.rows("train")[:4])
     entries = [row["entry"] for row in rows]
-    for replies, total in (
+    for responses, total in (
         ([tagged(row["answer"]) for row in rows], 1),
         ([tagged("") for _ in rows], 0),
-        ([Reply(entry["question"], True, []) for entry in entries], 0),
+        ([Response(entry["question"], True, []) for entry in entries], 0),
         ([tagged(f"{entry['question']} {entry['answer']}") for entry in entries], 0),
     ):
-        got = task.rewards(rows, replies)
+        got = task.rewards(rows, responses)
         assert [(r.total, r.success, r.errors) for r in got] == [(total, total == 1, 0)] * len(rows)
 
 
-def test_a_reply_without_tags_is_taken_whole_and_a_cut_one_has_no_form():
+def test_a_response_without_tags_is_taken_whole_and_a_cut_one_has_no_form():
     task = ReasoningGym("chain_sum", eval_rows=3)
     row = task.rows("eval")[0]
     right = row["answer"]
-    replies = [Reply(right, True, []), tagged(right), tagged(right, complete=False)]
-    got = task.rewards([row] * 4, [*replies, tagged(f"{right}1")])
+    responses = [Response(right, True, []), tagged(right), tagged(right, complete=False)]
+    got = task.rewards([row] * 4, [*responses, tagged(f"{right}1")])
     assert [r.success for r in got] == [True, True, True, False]
     assert 0 < got[3].total < 1, "the library's share for an answer that holds the right one"
     assert [r.parts["format"] for r in got] == [0, 1, 0, 1]

@@ -24,7 +24,7 @@ KINDS = {"text": Text, "tokens": Tokens, "masks": Masks, "log_probs": LogProbs}
 
 @cache
 def generated(padded: bool = True) -> TensorDict:
-    """Return three replies of different lengths, as the policy writes them."""
+    """Return three responses of different lengths, as the policy writes them."""
     td = prompts().set("stream", fold(10, torch.arange(3)))
     return make_policy().get_new_version(pad_output=padded, inplace=False)(td)
 

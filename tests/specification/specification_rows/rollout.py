@@ -21,12 +21,12 @@ from trainer.torchrl.prompt_data import DEFAULT_DATASET, PromptData, get_dataloa
 S4 = Page("S4")
 STEPS = 6
 SIZES = ((3, 5), (1, 5), (5, 0), (2, 6))  # tokens of prompt and label of each row
-IDS = [3, 50, 0, 70, 0, 61, 62, 5, 9]  # of each row; many of them end a reply, one is the pad
+IDS = [3, 50, 0, 70, 0, 61, 62, 5, 9]  # of each row; many of them end a response, one is the pad
 
 
 @cache
 def models() -> tuple[GPT2LMHeadModel, GPT2LMHeadModel, GPT2RewardModel]:
-    """Return a model whose replies end early often, a different reference, a reward model."""
+    """Return a model whose responses end early often, a different reference, a reward model."""
     torch.manual_seed(17)  # not that of the checkpoints
     model = GPT2LMHeadModel.from_pretrained(checkpoint("gpt2"))
     model.generation_config.eos_token_id = list(range(60))
@@ -48,13 +48,13 @@ def batch() -> PromptData:
 def rolled() -> tuple[TensorDict, tuple]:
     """Return a rollout with what generate made of its batch."""
     roll = make()
-    torch.manual_seed(5)  # some replies end early, some at the limit
+    torch.manual_seed(5)  # some responses end early, some at the limit
     made = roll.generate(batch())
     return roll.create_rollout_td(batch(), *made), made
 
 
 def chats(td: TensorDict | None = None) -> list[tuple[list[int], list[int]]]:
-    """Return the prompt of each row of a rollout and its reply up to the first end."""
+    """Return the prompt of each row of a rollout and its response up to the first end."""
     out, td = [], rolled()[0] if td is None else td
     for (size, _), tokens in zip(SIZES, td["action"].tolist(), strict=True):
         ends = [i for i, token in enumerate(tokens) if token in make().eos_token_ids]
@@ -63,11 +63,11 @@ def chats(td: TensorDict | None = None) -> list[tuple[list[int], list[int]]]:
 
 
 def by_hand(
-    model: torch.nn.Module, prompt: list[int], reply: list[int], temperature: float = 1.0
+    model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return the log-probs of a reply by a plain forward."""
+    """Return the log-probs of a response by a plain forward."""
     policy = SimpleNamespace(model=model.eval())
-    return plain_log_probs(policy, torch.tensor(prompt + reply), temperature)[len(prompt) :]
+    return plain_log_probs(policy, torch.tensor(prompt + response), temperature)[len(prompt) :]
 
 
 def end_score(ids: list[int]) -> float:
@@ -171,30 +171,30 @@ def create_rollout_td():
     defaults(RolloutFromModel.create_rollout_td, "batch, generated, log_probs, log_ratio")
     assert (make().create_rollout_td(batch().to_tensordict(), *made) == td).all()
     yield "create_rollout_td: action, the generated tokens"
-    for i, (prompt, reply) in enumerate(chats()):
-        assert made[0][i, : len(prompt + reply)].tolist() == prompt + reply
+    for i, (prompt, response) in enumerate(chats()):
+        assert made[0][i, : len(prompt + response)].tolist() == prompt + response
     yield "create_rollout_td: input_ids and attention_mask before each step, and in next after it"
-    for i, (prompt, reply) in enumerate(chats()):
+    for i, (prompt, response) in enumerate(chats()):
         for t in range(STEPS):
             for place, count in ((td, t), (after, t + 1)):
                 seen = place["input_ids"][i, t][place["attention_mask"][i, t]]
-                assert seen.tolist() == prompt + reply[:count]
+                assert seen.tolist() == prompt + response[:count]
     yield "create_rollout_td: sample_log_prob of each token"
     for i, chat in enumerate(chats()):
         want = by_hand(models()[0], *chat)
         close(td["sample_log_prob"][i, : len(want), 0], want, 1e-4)
     yield "create_rollout_td: terminated at the first EOS or the token limit, done is its copy"
-    ends = [[len(reply) - 1] for _, reply in chats()]
+    ends = [[len(response) - 1] for _, response in chats()]
     assert [flags.nonzero().flatten().tolist() for flags in after["terminated"][..., 0]] == ends
     assert {STEPS - 1} < {end[0] for end in ends}
     assert torch.equal(after["done"], after["terminated"])
     yield "create_rollout_td: reward = reward_raw + reward_kl"
     close(after["reward"], after["reward_raw"] + after["reward_kl"])
     yield "create_rollout_td: reward_raw, of the reward model, without the KL term"
-    for i, (prompt, reply) in enumerate(chats()):
+    for i, (prompt, response) in enumerate(chats()):
         label = end_score(IDS[: sum(SIZES[i])]) if SIZES[i][1] else 0.0
         want = torch.zeros(STEPS)
-        want[len(reply) - 1] = end_score(prompt + reply) - label  # paid once, at the end
+        want[len(response) - 1] = end_score(prompt + response) - label  # paid once, at the end
         close(after["reward_raw"][i, :, 0], want, 1e-4)
     yield "create_rollout_td: reward_kl, the KL term"
     for i, chat in enumerate(chats()):

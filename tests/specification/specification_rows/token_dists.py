@@ -1,4 +1,4 @@
-"""S1, third part: the distributions of a scoring wrapper, its key lists, and reading replies."""
+"""S1, third part: the distributions of a scoring wrapper, its key lists, and reading responses."""
 
 from typing import Any
 
@@ -143,10 +143,10 @@ def key_lists():
     refused(RuntimeError, "generate=True", policy.log_prob, td.copy())
 
 
-def texts(*replies: list[str]) -> list[str]:
+def texts(*responses: list[str]) -> list[str]:
     """Return whole chats as text: CHATS with messages of alternating roles behind them."""
     more = [[{"role": ("assistant", "user")[i % 2], "content": text} for i, text in enumerate(said)]
-            for said in replies]  # fmt: skip
+            for said in responses]  # fmt: skip
     pairs = zip(CHATS, more, strict=True)
     return [make_policy().renderer.text([*chat, *added]) for chat, added in pairs]
 
@@ -155,7 +155,7 @@ NAME = {"chat_template_name": "chatml_format"}
 
 
 @S1.rows()
-def replies():
+def responses():
     asked, tokenizer = History.from_chats(CHATS), make_policy().tokenizer
     yield "_extract_responses_from_full_histories: arguments"
     defaults(extract, "text_full, prompt_histories, chat_template_name=None, tokenizer=None")
@@ -172,7 +172,7 @@ def replies():
     yield "_extract_responses_from_full_histories: RuntimeError if messages are lost"
     twice, once = History.from_chats([SPOKEN[0] * 2]), [make_policy().renderer.text(CHATS[0])]
     refused(RuntimeError, "messages", extract, once, twice, **NAME)
-    yield "_extract_responses_from_full_histories: a reply followed by EOS or padding"
+    yield "_extract_responses_from_full_histories: a response followed by EOS or padding"
     for tail in (tokenizer.eos_token, tokenizer.pad_token, 3 * tokenizer.pad_token):
         given = [text.rstrip("\n") + tail for text in texts(["a"], ["b"], ["c"])]
         got = extract(given, asked, tokenizer=tokenizer)

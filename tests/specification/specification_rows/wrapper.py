@@ -170,7 +170,7 @@ def input_modes():
 
 
 def as_generated(log_probs: bool, **kwargs) -> None:
-    """Check that greedy replies are those of the model's own generate."""
+    """Check that greedy responses are those of the model's own generate."""
     kwargs = {"max_new_tokens": 4, "do_sample": False, **kwargs}
     out, given = asked(log_probs, **kwargs)(prompts()), prompts("tokens")
     want = make_policy().model.generate(

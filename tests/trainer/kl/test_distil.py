@@ -8,7 +8,7 @@ from runs import SMALL, metrics, train
 from runs import lines as read_lines
 
 from conf.build import make_task
-from envs.tasks.task import Reply
+from envs.tasks.task import Response
 from trainer.checkpoint import save_model
 from trainer.early_stopping import EarlyStopping
 
@@ -77,10 +77,10 @@ def test_a_task_without_rewards_gives_zeros_and_drops_nothing(prompts):
     env = {"task": node, "rewards": {}, "task_weight": 1.0}
     task = make_task(env, needs_reward=False)
     row = task.rows("train")[0]
-    (reward,) = task.rewards([row], [Reply("1", True, [])])
+    (reward,) = task.rewards([row], [Response("1", True, [])])
     assert (reward.total, reward.dropped, task.rewarded) == (0.0, False, False)
     with pytest.raises(NotImplementedError, match="rewards nothing"):
-        make_task(env).rewards([row], [Reply("1", True, [])])
+        make_task(env).rewards([row], [Response("1", True, [])])
 
 
 def test_patience_waits_for_a_smaller_kl_where_nothing_is_rewarded():

@@ -16,7 +16,7 @@ from pages import Page, Picture, write_lines, write_status, write_words
 from runs import lines
 from small_runs import IN_ITERATION_2, Counted, Unjudged, stop, train
 
-from envs.tasks.task import Reply
+from envs.tasks.task import Response
 from trainer.kl.efficiency import Efficiency
 from trainer.kl.frontier import (
     FILE,
@@ -33,19 +33,19 @@ from trainer.pages.report import write_report
 from trainer.pages.sweep_page import sweep_svg, write_sweep
 
 
-def enumerated(prompts: int = 3, replies: int = 6, parts: int = 60, seed: int = 0):
-    """Return a reference [P, replies] in whole parts, a reward each, and samples that are it."""
+def enumerated(prompts: int = 3, responses: int = 6, parts: int = 60, seed: int = 0):
+    """Return a reference [P, responses] in whole parts, a reward each, and samples that are it."""
     draw = np.random.default_rng(seed)
-    chances = draw.dirichlet(np.ones(replies), size=prompts)
-    counts = np.maximum(1, np.floor(chances * (parts - replies))).astype(int)
+    chances = draw.dirichlet(np.ones(responses), size=prompts)
+    counts = np.maximum(1, np.floor(chances * (parts - responses))).astype(int)
     counts[:, 0] += parts - counts.sum(1)
-    rewards = draw.normal(size=(prompts, replies))
+    rewards = draw.normal(size=(prompts, responses))
     samples = [np.repeat(r, c) for r, c in zip(rewards, counts, strict=True)]
     return counts / parts, rewards, np.stack(samples)
 
 
 def kl_and_reward(policy, reference, rewards):
-    """Return those of a distribution over replies [P, replies], by their definitions."""
+    """Return those of a distribution over responses [P, responses], by their definitions."""
     kl = np.where(policy > 0, policy * np.log(np.maximum(policy, 1e-300) / reference), 0).sum(1)
     return kl.mean(), (policy * rewards).sum(1).mean()
 
@@ -92,13 +92,13 @@ def test_what_the_reference_reaches_is_free_and_what_no_sample_shows_is_unknown(
     assert least_kl(success, 0.4999) == pytest.approx(math.log(4) / 2, rel=0.01)
     assert least_kl(success, 0.51) is None  # one prompt of two was never solved
     rewards = np.array([[3.0, 3.0, 1.0, 0.0], [2.0, -1.0, 0.0, 0.0]])
-    best = (math.log(2) + math.log(4)) / 2  # the share of the best replies
+    best = (math.log(2) + math.log(4)) / 2  # the share of the best responses
     assert least_kl(rewards, 2.5) == pytest.approx(best)
     assert least_kl(rewards, 2.5 - 1e-5) == pytest.approx(best, abs=1e-3)
 
 
 def test_the_best_of_k_is_the_mean_over_all_picks_and_its_kl_is_bounded():
-    """By the exact KL of best-of-k of a uniform reference over m replies of different rewards."""
+    """By the exact KL of best-of-k of a uniform reference over m responses of different rewards."""
     rewards = np.random.default_rng(0).normal(size=(2, 7))
     for k in (1, 2, 4, 7):
         picks = [max(pick) for row in rewards for pick in itertools.combinations(row, k)]
@@ -141,7 +141,7 @@ RATES = np.linspace(0.01, 0.99, 100)
 
 
 def right_or_wrong(seed: int) -> np.ndarray:
-    """Return 64 replies to a prompt of each pass rate."""
+    """Return 64 responses to a prompt of each pass rate."""
     return (np.random.default_rng(seed).random((100, 64)) < RATES[:, None]).astype(float)
 
 
@@ -167,7 +167,7 @@ def test_what_few_samples_err_to_one_side_is_taken_off(samples, value, truth):
 
 
 def test_the_error_of_an_efficiency_is_its_deviation_over_sets_of_prompts():
-    """Over 80 sets of 40 prompts, with 64 replies of the reference and 8 of a wasteful policy."""
+    """Over 80 sets of 40 prompts, with 64 responses of the reference and 8 of a wasteful policy."""
     found, errors = [], []
     for seed in range(80):
         draw = np.random.default_rng(seed)
@@ -187,7 +187,7 @@ def test_the_error_of_an_efficiency_is_its_deviation_over_sets_of_prompts():
 
 # On the pages: efficiency by hand numbers, what is drawn, and samples of a real run.
 
-# Three prompts, 512 replies of the reference: right in a quarter, in half and in none of them.
+# Three prompts, 512 responses of the reference: right in a quarter, in half and in none of them.
 SUCCESS = [[1] * right + [0] * (512 - right) for right in (128, 256, 0)]
 REWARD = [[2.0 * right for right in row] for row in SUCCESS]
 # KL and accuracy of the best policy at odds of 3; the third prompt adds nothing.
@@ -227,13 +227,13 @@ def test_efficiency_is_the_least_kl_over_what_was_spent(tmp_path, right):
     # a bootstrap took off what 512 err
     assert float(found.pop("1.0")) == pytest.approx(0.5, abs=0.01)
     assert found == {"0.0": "", "9.0": ""}
-    picture = tmp_path / "a.svg"  # replies that are there are not sampled again
+    picture = tmp_path / "a.svg"  # responses that are there are not sampled again
     assert main([str(tmp_path), "--frontier", "512", "--svg", str(picture)]) == 0
     write_status(tmp_path / "kl.coeff=1", state="finished", held_out=100)
     assert efficiencies(tmp_path)["1.0"] == "", "a frontier of other rows judges no run"
 
 
-def test_points_stand_at_the_kl_of_the_replies_that_they_are_of_below_the_frontier(tmp_path):
+def test_points_stand_at_the_kl_of_the_responses_that_they_are_of_below_the_frontier(tmp_path):
     write_frontier(write_jobs(tmp_path))
     drawn = Picture(sweep_svg(tmp_path))
     point = f"accuracy {ACCURACY:.3f}, KL {2 * LEAST:.3f}"
@@ -266,7 +266,7 @@ def test_the_page_of_a_run_shows_the_share_of_its_kl_that_changed_style(tmp_path
 def test_a_run_with_a_frontier_judges_its_evaluations_and_goes_on_so(tmp_path):
     """It samples before training; a run that is stopped and resumed logs the same."""
     options = {"frontier": 16, "train_rows": 3}
-    before = 4 * 16 + 3 * 16 + 3 * 3  # replies that a run without these options lacks
+    before = 4 * 16 + 3 * 16 + 3 * 3  # responses that a run without these options lacks
     train(tmp_path / "whole", **options)
     assert "stopped" in train(tmp_path / "cut", Counted(before + IN_ITERATION_2, stop), **options)
     train(tmp_path / "cut", resume=True, **options)
@@ -309,6 +309,6 @@ def test_the_samples_of_a_frontier_are_those_of_the_tempered_reference(tmp_path)
         chat = policy.tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True)
         with torch.no_grad():
             logits = policy.model(torch.tensor([chat["input_ids"]])).logits[0, -1].double()
-        rewards = [task.reward(row, Reply(text, True, [])).total for text in texts]
+        rewards = [task.reward(row, Response(text, True, [])).total for text in texts]
         exact = (logits / factor).softmax(-1) @ torch.tensor(rewards, dtype=torch.float64)
         assert mean == pytest.approx(float(exact), abs=0.06)

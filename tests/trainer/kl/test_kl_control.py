@@ -27,7 +27,7 @@ def test_the_coefficient_follows_ziegler(kl, expected):
     assert adaptive.update([-0.1 * v for v in values]) == pytest.approx(expected, rel=1e-9)
     for control in steered(horizon=10_000):  # the mean and the number say as much
         assert control.follow(None, sequences=64) == 0.1
-        assert control.follow(kl, sequences=0) == 0.1, "every reply was dropped"
+        assert control.follow(kl, sequences=0) == 0.1, "every response was dropped"
         assert control.follow(kl, sequences=64) == pytest.approx(expected, rel=1e-9)
 
 
@@ -81,7 +81,7 @@ def test_a_budget_is_a_level_that_adds_up_errors_the_last_error_and_its_slope():
 
 @pytest.mark.parametrize("target", [0.01, 0.1, 0.5])
 def test_a_budget_follows_the_mean_of_k1_and_k3_with_the_least_noise(target):
-    """By samples: replies of which one token has a log-ratio, a normal one."""
+    """By samples: responses of which one token has a log-ratio, a normal one."""
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(400_000, generator=draw, dtype=torch.float64)
     x = target + math.sqrt(2 * target) * noise  # log policy - log reference, E exp(-x) = 1
@@ -91,7 +91,7 @@ def test_a_budget_follows_the_mean_of_k1_and_k3_with_the_least_noise(target):
     assert min(spread, key=lambda s: spread[s]) == share
     leash = Leash(BudgetKLController(0.1, target=target))
     per_token = {"kl/ref": x.mean().item() / 5, "kl/ref_k3": k3.mean().item() / 5}  # of 5 tokens
-    leash.follow({**per_token, "kl/ref_sequence": x.mean().item()}, replies=len(x))
+    leash.follow({**per_token, "kl/ref_sequence": x.mean().item()}, responses=len(x))
     by_hand = BudgetKLController(0.1, target=target)
     by_hand.update([(x + share * (k3 - x)).mean().item()])
     assert leash.coeff == pytest.approx(by_hand.coeff)
@@ -122,7 +122,7 @@ def test_a_budget_settles_at_its_target_from_any_price(target, coeff):
         ("kl.refresh_decay=0.5", "kl.refresh_every"),
         ("kl.refresh_every=1 kl.measure=false kl.coeff=0", "kl.measure"),
         ("kl.controller=adaptive kl.target=3 kl.measure=false kl.coeff=1", "kl.measure"),
-        ("kl.controller=adaptive kl.target=3 kl.horizon=25", "kl.horizon > 25.6"),  # 128 replies
+        ("kl.controller=adaptive kl.target=3 kl.horizon=25", "kl.horizon > 25.6"),  # 128 responses
         ("experiment=sft_tiny kl.controller=linear kl.end=1", "kl.controller"),
         ("experiment=sft_tiny algorithm.target_kl=0.1", "algorithm.target_kl"),
     ],

@@ -1,9 +1,9 @@
 """Which KL may act where: the table of docs/kl.md against enumeration, in float64.
 
 A policy of two steps over a vocabulary of four is small enough to sum over all its sequences, so
-the expected gradient of each pair (place, estimator) is exact, for replies of the policy itself and
-of another one. It is made by leash's own parts, from the KL of a token to the terms of the loss;
-what it should be is autograd of a definition (tests/support/kl_tables.py).
+the expected gradient of each pair (place, estimator) is exact, for responses of the policy itself
+and of another one. It is made by leash's own parts, from the KL of a token to the terms of the
+loss; what it should be is autograd of a definition (tests/support/kl_tables.py).
 """
 
 import itertools
@@ -49,7 +49,7 @@ def test_the_page_has_all_pairs_and_refuses_those_that_the_program_refuses():
 
 @pytest.mark.parametrize(("place", "estimator"), PAIRS)
 def test_expected_gradient_is_what_the_page_says(place, estimator):
-    """Of replies of the policy itself, and of an older policy's."""
+    """Of responses of the policy itself, and of an older policy's."""
     own, other = rows()[place, estimator][:2]
     policy, ref, older = Table(0), Table(1), Table(2)
     want = gradient_of(own, truths(policy, ref))

@@ -1,4 +1,4 @@
-"""The split of the KL: by enumeration of all replies and counts, in float64."""
+"""The split of the KL: by enumeration of all responses and counts, in float64."""
 
 import copy
 import math
@@ -46,7 +46,7 @@ def test_the_bias_of_the_term_of_the_rates_is_the_rest_of_two_series(a, p):
 
 
 def exact(policy: np.ndarray, reference: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return a, p and the KLs inside right and wrong replies, each by its definition."""
+    """Return a, p and the KLs inside right and wrong responses, each by its definition."""
     a, p = policy[right].sum(), reference[right].sum()
     inside = []
     for those, share in ((right, a), (~right, 1 - a)):
@@ -58,8 +58,8 @@ def exact(policy: np.ndarray, reference: np.ndarray, right: np.ndarray) -> np.nd
     return np.array([a, p, *inside])
 
 
-def test_the_parts_of_samples_are_those_of_all_replies_in_the_mean():
-    """Of six prompts with 36 replies each, the wrong ones by reward; 4000 draws of samples."""
+def test_the_parts_of_samples_are_those_of_all_responses_in_the_mean():
+    """Of six prompts with 36 responses each, the wrong ones by reward; 4000 draws of samples."""
     reference, draw = six_tokens(8, 0), np.random.default_rng(0)
     with torch.no_grad():
         reference.lm_head.weight.mul_(0.3)

@@ -209,7 +209,7 @@ def test_far_from_the_reference_k3_ratio_pulls_back_all_the_same(x, r):
 def test_a_kl_that_nobody_measured_does_not_move_the_coefficient():
     own = Leash(TargetKLController(0.1, target=1.0, horizon=100))
     for unmeasured in ({}, {"reward/dropped_fraction": 1.0}):
-        own.follow(unmeasured, replies=16)
+        own.follow(unmeasured, responses=16)
         assert own.coeff == 0.1
-    own.follow({"kl/ref_sequence": 9.0, "reward/dropped_fraction": 0.5}, replies=16)
-    assert own.coeff == pytest.approx(0.1 * (1 + 0.2 * 8 / 100)), "8 replies were judged"
+    own.follow({"kl/ref_sequence": 9.0, "reward/dropped_fraction": 0.5}, responses=16)
+    assert own.coeff == pytest.approx(0.1 * (1 + 0.2 * 8 / 100)), "8 responses were judged"

@@ -1,8 +1,8 @@
-"""Training ends at the optimum of reward - c KL, by enumeration of all replies.
+"""Training ends at the optimum of reward - c KL, by enumeration of all responses.
 
-A model of six tokens answers one prompt with one or two of them: 31 replies, each with a reward,
+A model of six tokens answers one prompt with one or two of them: 31 responses, each with a reward,
 so the optimum of E[r] - c KL is known exactly. leash's own advantage, leash, objective and update
-train it on sampled replies, and the end is measured over all 31.
+train it on sampled responses, and the end is measured over all 31.
 """
 
 import itertools
@@ -21,26 +21,26 @@ from policies.scorer import Scorer
 from trainer import ConstantKLController, GroupAdvantage, GRPOObjective, Leash
 from trainer.update import Update
 
-REPLIES = 256
+RESPONSES = 256
 COEFF = 0.3  # of the tasks of docs/top_p.py
-PROMPT = END = 0  # no reply goes on after it: [0, 0] would be to the model what [0] is
+PROMPT = END = 0  # no response goes on after it: [0, 0] would be to the model what [0] is
 IDS = torch.tensor(
     [[PROMPT, a, b] for a, b in itertools.product(range(V), repeat=2) if a != END or b == END]
-)  # [31, 3]; a reply that begins with END is over
+)  # [31, 3]; a response that begins with END is over
 MASK = torch.stack([torch.zeros(len(IDS)) > 0, torch.ones(len(IDS)) > 0, IDS[:, 1] != END], -1)
 REWARD = torch.randn(len(IDS), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 @torch.no_grad()
 def log_probs(model: torch.nn.Module) -> Tensor:
-    """Return those of the tokens of every reply, [31, 3] float64; 0 outside."""
+    """Return those of the tokens of every response, [31, 3] float64; 0 outside."""
     table = model(input_ids=IDS).logits[:, :-1].double().log_softmax(-1)
     chosen = table.gather(-1, IDS[:, 1:, None]).squeeze(-1)
     return torch.cat([torch.zeros(len(IDS), 1), chosen], -1) * MASK
 
 
 def small() -> Qwen2ForCausalLM:
-    """Return a model that can give the 31 replies any probabilities."""
+    """Return a model that can give the 31 responses any probabilities."""
     model = six_tokens(32, 0)
     with torch.no_grad():
         model.lm_head.weight.mul_(32**-0.5)
@@ -48,7 +48,7 @@ def small() -> Qwen2ForCausalLM:
 
 
 def _batch(picked: Tensor, own: Tensor, ref: Tensor) -> TensorDict:
-    """Return the picked replies as a rollout with the reference's log-probs, [256, 3]."""
+    """Return the picked responses as a rollout with the reference's log-probs, [256, 3]."""
     mask, rows = MASK[picked], torch.arange(len(picked))
     td = TensorDict({"loss_mask": mask, "temperature": torch.ones(len(picked))}, [len(picked)])
     td["tokens", "full"] = IDS[picked]
@@ -63,10 +63,10 @@ def _batch(picked: Tensor, own: Tensor, ref: Tensor) -> TensorDict:
 @pytest.mark.runs
 @pytest.mark.parametrize("coeff", [0.3, 1.0, 3.0])
 def test_k1_in_the_reward_ends_at_the_reference_reweighted(coeff):
-    """By ref * exp(r / coeff) / Z; trained on fresh replies a step, the rate falling to 0."""
+    """By ref * exp(r / coeff) / Z; trained on fresh responses a step, the rate falling to 0."""
     model, steps = small(), 150
     leash = Leash(ConstantKLController(kl_coef=coeff), "k1", "reward")
-    advantage = GroupAdvantage(group_size=REPLIES, scale_by_std=False, leash=leash)
+    advantage = GroupAdvantage(group_size=RESPONSES, scale_by_std=False, leash=leash)
     update = Update(
         Scorer(model),
         torch.optim.Adam(model.parameters()),
@@ -80,7 +80,7 @@ def test_k1_in_the_reward_ends_at_the_reference_reweighted(coeff):
     draw, own = torch.Generator().manual_seed(0), log_probs(model)
     ref = own
     for _ in range(steps):
-        picked = own.sum(-1).exp().multinomial(REPLIES, replacement=True, generator=draw)
+        picked = own.sum(-1).exp().multinomial(RESPONSES, replacement=True, generator=draw)
         update(advantage(_batch(picked, own, ref)))
         own = log_probs(model)
     chance, raised = own.sum(-1).exp(), ref.sum(-1) + REWARD / coeff

@@ -44,26 +44,31 @@ LORA = (
 def test_pass_at_k_is_the_share_of_picks_with_a_right_one():
     for samples in range(1, 7):
         for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
-            replies = [i < right for i in range(samples)]
-            picks = list(itertools.combinations(replies, k))
+            responses = [i < right for i in range(samples)]
+            picks = list(itertools.combinations(responses, k))
             assert pass_at_k(samples, right, k) == pytest.approx(fmean(map(any, picks)))
 
 
-def reply(right: float, reward: float, length: int, kl: float, **more: float) -> dict:
+def response(right: float, reward: float, length: int, kl: float, **more: float) -> dict:
     out = {"right": right, "eval/reward": reward, "response/length_mean": length}
     return out | {"response/truncated_fraction": length > 4, "eval/kl_ref_sequence": kl, **more}
 
 
-def test_replies_are_summarized_by_hand():
-    # four rows of two replies: both, none, one and one right; a fifth row was dropped
-    replies = [reply(r, r, 2, 0.5) for r in (1, 1, 0, 0, 1, 0)]
-    replies += [{}, {}, reply(1, 1.0, 4, 0.5, part=1.0), reply(0, 0.5, 8, 4.5, part=math.nan)]
+def test_responses_are_summarized_by_hand():
+    # four rows of two responses: both, none, one and one right; a fifth row was dropped
+    responses = [response(r, r, 2, 0.5) for r in (1, 1, 0, 0, 1, 0)]
+    responses += [
+        {},
+        {},
+        response(1, 1.0, 4, 0.5, part=1.0),
+        response(0, 0.5, 8, 4.5, part=math.nan),
+    ]
     want = {"rows": 4, "samples": 2, "dropped_rows": 1, "standard_error": (0.5 / 3) ** 0.5 / 2}
     want |= {"eval/sampled_accuracy": 0.5, "eval/pass@1": 0.5, "eval/pass@2": 0.75}
     want |= {"eval/reward": 4.5 / 8, "eval/kl_ref_sequence": 8 / 8, "eval/kl_ref": 8 / 24}
     want |= {"response/length_mean": 24 / 8, "response/length_max": 8}
     want |= {"response/truncated_fraction": 1 / 8, "part": 1.0}  # where there is one
-    assert tally(replies, 2, {"eval/sampled_accuracy": 0.5}) == pytest.approx(want)
+    assert tally(responses, 2, {"eval/sampled_accuracy": 0.5}) == pytest.approx(want)
     assert tally([{}, {}], 2, {}) == {"rows": 0, "dropped_rows": 1}
 
 
@@ -81,7 +86,7 @@ def test_an_evaluation_measures_what_the_run_did_after_training(small_run, tmp_p
 
 
 def test_the_frontier_is_made_of_the_model_that_a_run_started_from(small_run, tmp_path):
-    """As many replies as the run's own evaluation plays: the very ones, before any training."""
+    """As many responses as the run's own evaluation plays: the very ones, before any training."""
     folder = shutil.copytree(small_run.folder, tmp_path / "kl.coeff=0.1,seed='1'")  # as of a job
     report([str(folder), "--frontier", "2"])
     found, first = read_yaml(folder / "frontier.json"), lines(folder / "metrics.jsonl")[0]

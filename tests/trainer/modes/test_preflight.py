@@ -102,7 +102,7 @@ def test_a_sound_run_has_no_problem_and_leaves_nothing(tmp_path):
 
 
 @pytest.mark.runs
-def test_what_would_be_trained_first_is_no_problem_of_replies(tmp_path, capsys, monkeypatch):
+def test_what_would_be_trained_first_is_no_problem_of_responses(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))  # no warm-up is in it
     assert look(tmp_path, *RL, "optimizer.warmup=241") == 1
     printed = capsys.readouterr().out

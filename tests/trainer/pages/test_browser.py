@@ -163,10 +163,10 @@ def write_run(folder: Path, *words: str, scale: float = 1.0, state: str = "finis
                 {"role": "user", "content": LONG},
             ]
             first = {**said[0], "pieces": pieces, "messages": chat}
-            tracker.replies([first, *said[1:]], i, kind="train")
+            tracker.responses([first, *said[1:]], i, kind="train")
     for kind in ("before", "after"):
         tried = [{"kind": kind, "prompt": f"{k}", "response": LONG} for k in range(8)]
-        tracker.replies(tried, 60, kind=kind)
+        tracker.responses(tried, 60, kind=kind)
     note = {"level": "warn", "title": "KL explodes", "text": f"{LONG} read", "iteration": 7}
     write_status(folder, state=state, objective=scale, seconds=99, notes=[note])
     write_words(folder, "experiment=ppo_tiny", *words)
@@ -191,7 +191,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
 
 OUTSIDE = """
 [...document.querySelectorAll("body *")].filter((e) => {
-  if (e.parentElement.closest(".scroll,pre,.reply,script,style,svg")) return false;
+  if (e.parentElement.closest(".scroll,pre,.response,script,style,svg")) return false;
   const box = e.getBoundingClientRect();
   return box.right > innerWidth + 1 || box.left < -1;
 }).map((e) => e.outerHTML.slice(0, 200))
@@ -241,7 +241,7 @@ def test_the_button_in_a_header_sorts_by_number_and_back_with_empty_cells_last(b
         assert texts[len(values) :] == [""] * (len(texts) - len(values)) != []
 
 
-def test_the_browser_of_replies_goes_through_iterations_and_finds_texts(browser, pages):
+def test_the_browser_of_responses_goes_through_iterations_and_finds_texts(browser, pages):
     browser.open(pages["report"], width=390)
     group = "#browser .group"
     assert browser.all("#browser output") == ["iteration 60 of 60"]
@@ -249,8 +249,8 @@ def test_the_browser_of_replies_goes_through_iterations_and_finds_texts(browser,
     browser.run("document.querySelector('#browser .along button').click()")
     assert browser.all("#browser output") == ["iteration 9 of 60"]
     assert browser.all(f"{group} .prompt") == [f"{g} of 9" for g in range(6)]
-    assert len(browser.all(f"{group}:first-of-type .said > .reply")) == 8
-    chat = browser.all(f"{group}:first-of-type .said details .reply")
+    assert len(browser.all(f"{group}:first-of-type .said > .response")) == 8
+    chat = browser.all(f"{group}:first-of-type .said details .response")
     assert chat == ["tool: <b>result 0", f"user: {LONG}"]
     assert "<b>r901" in browser.all(group)[0], "no markup"
     search = "document.querySelector('#browser [type=search]')"

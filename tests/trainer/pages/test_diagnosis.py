@@ -81,7 +81,7 @@ STREAMS = [  # what differs from a healthy run; the rule that speaks first, and 
         {"falling": 48},
     ),
     (NO_REWARD, {"falling": 30}),  # a supervised run
-    (  # all replies are dropped now and then
+    (  # all responses are dropped now and then
         {**NO_REWARD, "reward__raw_mean": lambda i: 0.5 + noise(i) if 10 < i <= 50 else "absent"},
         {},
     ),
@@ -124,9 +124,9 @@ def test_a_reward_that_rises_while_held_out_accuracy_falls_is_hacked():
         new = {name.replace("__", "/"): value for name, value in ends.items()}
         return said([*rows[:-1], {**rows[-1], **new}])
 
-    assert changed(eval__greedy_accuracy=0.23) == {}, "the greedy replies got no worse"
+    assert changed(eval__greedy_accuracy=0.23) == {}, "the greedy responses got no worse"
     assert changed(eval__sampled_accuracy=0.15, eval__greedy_accuracy=0.2) == {}, "by a sixth"
-    assert changed(eval__reward=-7.5) == {}, "the held-out replies do not earn more"
+    assert changed(eval__reward=-7.5) == {}, "the held-out responses do not earn more"
     flat = [{**row, "reward/raw_mean": noise(i)} for i, row in enumerate(rows)]
     assert said(flat) == {}, "no reward rises in training"
 

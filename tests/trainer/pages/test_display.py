@@ -64,22 +64,22 @@ def test_a_log_file_gets_one_plain_line_per_iteration_with_the_time_left(tmp_pat
     assert evaluates.startswith(f"{begins}: 25%, 1 min 1 s, about 3 min 3 s left")
     assert before.split("  ")[1::2] == ["accuracy 0.25"]
     assert [line.split("  ")[1:] for line in iterations] == [
-        ["reward 0.500", "KL 0.000 nats per reply", "90.0 s", "1 min 55 s left"],
+        ["reward 0.500", "KL 0.000 nats per response", "90.0 s", "1 min 55 s left"],
         ["reward 0.750", "accuracy 0.50", "30.0 s"],
     ]
     assert "reward 0.75" in said
     assert file.getvalue().splitlines()[-1].endswith(f"mode=chat resume={folder}")
 
 
-def test_replies_are_shown_now_and_then_and_cannot_draw_on_the_terminal():
+def test_responses_are_shown_now_and_then_and_cannot_draw_on_the_terminal():
     row = {"prompt": "[bold]hi[/bold]", "response": "a\x1b[31m\nb\ud800" + "x" * 300, "reward": 1.0}
     display = Display(80, file=(file := io.StringIO()), show_every=5)
-    display.replies([row], 0, kind="before")
+    display.responses([row], 0, kind="before")
     for i in range(1, 7):
-        display.replies([row, {**row, "prompt": "6 x 7?"}, row], i, kind="train")
+        display.responses([row, {**row, "prompt": "6 x 7?"}, row], i, kind="train")
     lines = file.getvalue().splitlines()
     titles = [line for line in lines if not line.startswith(" ")]
-    assert titles == ["replies before training", "best and worst reply of iteration 5"]
+    assert titles == ["responses before training", "best and worst response of iteration 5"]
     assert len(lines) == 2 + 3 * 2, "a line each"
     assert "[bold]hi[/bold]" in lines[1]
     assert not [part for part in ("\x1b", "6 x 7?") if part in file.getvalue()]

@@ -86,7 +86,7 @@ def test_a_page_reloads_itself_while_its_run_goes_on_and_says_what_it_does(tmp_p
     (tmp_path / "errors" / "rank1.txt").write_text("why")
     page = Page(write_report(tmp_path))
     assert not page.goes_on
-    assert page.in_order("failed", "why", "errors/rank1.txt", "mean per reply")
+    assert page.in_order("failed", "why", "errors/rank1.txt", "mean per response")
 
 
 def test_the_command_writes_pages_and_pictures_of_runs_alone(tmp_path, capsys):

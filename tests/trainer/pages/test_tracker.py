@@ -52,12 +52,12 @@ def test_a_line_is_in_the_file_when_log_returns_and_what_is_not_finite_is_null(t
     wanted = '{"kl/ref": null, "progress/iteration": 1, "progress/step": 3, "reward/mean": 0.5}'
     assert text == f"{wanted}\n"
     row = {"prompt": "p", "parts": {"x": math.nan}, "kl": math.inf}
-    tracker.replies([row], 1, kind="train")
+    tracker.responses([row], 1, kind="train")
     expected = {"prompt": "p", "parts": {"x": None}, "kl": None, "iteration": 1}
     assert lines(tmp_path / "transcripts.jsonl") == [expected]
     with pytest.raises(ValueError, match="resume="):
         JsonlTracker(tmp_path)
-    JsonlTracker(tmp_path, resume=True, keep_transcripts=False).replies([row], 2, kind="train")
+    JsonlTracker(tmp_path, resume=True, keep_transcripts=False).responses([row], 2, kind="train")
     assert lines(tmp_path / "transcripts.jsonl") == [expected]
 
 
@@ -66,9 +66,9 @@ def test_a_resume_gives_the_files_of_an_uninterrupted_run(tmp_path, done, again)
     def log(tracker: JsonlTracker, first: int, last: int, *, cut_off: bool = False) -> None:
         for i in range(first, last + 1):
             if not (cut_off and i == first):  # what was sampled is known, its evaluation is not
-                tracker.replies([{"prompt": f"p{i}"}], i, kind="train")
+                tracker.responses([{"prompt": f"p{i}"}], i, kind="train")
             tracker.log({"a": i / 7}, i)
-            tracker.replies([{"prompt": f"q{i}"}] if i != done else [], i, kind="eval")
+            tracker.responses([{"prompt": f"q{i}"}] if i != done else [], i, kind="eval")
 
     log(JsonlTracker(tmp_path / "whole"), 0, 6)
     log(JsonlTracker(tmp_path / "cut"), 0, 5)
@@ -82,7 +82,7 @@ def test_a_resume_gives_the_files_of_an_uninterrupted_run(tmp_path, done, again)
     assert len(list((tmp_path / "cut").iterdir())) == 2
 
 
-def reply(i: int) -> dict:
+def response(i: int) -> dict:
     """Return a row as the trainer gives it."""
     row = {"kind": "train", "prompt": f"p{i}", "response": "| *a*\nb", "reward": i / 7}
     return {**row, "answer": f"a{i}", "parts": {"x": 1.0}, "advantage": None, "kl": 0.5}
@@ -105,15 +105,15 @@ def test_wandb_holds_what_the_files_hold_over_a_resume_and_no_secret(tmp_path, m
     for begin, end in ((0, 5), (5, 6)):
         tracker = offline(tmp_path, begin - 1 if begin else None, **about, resume=begin > 0)
         for i in range(begin, end):
-            tracker.replies([reply(i)], i, kind="train")
+            tracker.responses([response(i)], i, kind="train")
             tracker.log({"reward/mean": i / 7, "kl/ref_sequence": -i * 1e-5}, i)
-        tracker.alert("Replies truncated", "100% of the replies were cut", error=begin > 0)
+        tracker.alert("Responses truncated", "100% of the responses were cut", error=begin > 0)
         tracker.end("finished" if begin else "preempted", saved=None)
     tables = [json.loads(p.read_text()) for p in tmp_path.rglob("media/table/*.json")]
     column = tables[0]["columns"].index("prompt")
     prompts = sorted([row[column] for row in table["data"]] for table in tables)
     every = [f"p{i}" for i in range(6)]
-    assert prompts == [every[:3], every, every[3:5]], "resumed, it begins with all replies"
+    assert prompts == [every[:3], every, every[3:5]], "resumed, it begins with all responses"
     records = records_of_wandb(tmp_path)
     history = [record["item"] for record in records["history"]]
     other = ("_", "transcripts.")
@@ -168,9 +168,9 @@ def test_a_service_has_each_iteration_once_and_no_secret(tmp_path, monkeypatch, 
         tracker = AccelerateTracker(tmp_path / "run", **about)
         tracker = begun(tracker, begin - 1 if begin else None)
         for i in range(begin, end):
-            tracker.replies([reply(i)], i, kind="train")
+            tracker.responses([response(i)], i, kind="train")
             tracker.log({"reward/mean": i / 7, "eval/pass@8": math.nan if i == 2 else 1.0}, i)
-        tracker.alert("Replies truncated", "all of them")
+        tracker.alert("Responses truncated", "all of them")
         tracker.end("finished", saved=None)
     assert read(tmp_path) == [(i, pytest.approx(i / 7, rel=1e-6)) for i in range(6)]
     assert not any(b"k1-secret" in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())

@@ -23,11 +23,11 @@ from envs.tasks import SortDigits
 class Task(SortDigits):
     count = 0
 
-    def reward(self, row, reply):
+    def reward(self, row, response):
         self.count += 1
         if self.count == 40:
             raise {fault}("by a reward")
-        return super().reward(row, reply)
+        return super().reward(row, response)
 """
 
 

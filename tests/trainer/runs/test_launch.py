@@ -295,7 +295,7 @@ def test_a_signal_stops_a_run_in_this_process_too(tmp_path, monkeypatch, number,
     for name in ("LEASH_PARENT", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, os.environ.get(name, "1"))  # for later tests
     words = ["experiment=grpo_tiny", "policy.model=tiny", "launch.in_process=true"]
-    register("stop", lambda row, reply: os.kill(os.getpid(), number) or 0.0)
+    register("stop", lambda row, response: os.kill(os.getpid(), number) or 0.0)
     words += ["eval.every=0", "+env.rewards.stop={_target_: envs.rewards.Registered, name: stop}"]
     try:
         with pytest.raises(SystemExit) as stopped:

@@ -99,10 +99,10 @@ import os
 from envs.tasks import SortDigits
 
 class Task(SortDigits):
-    def reward(self, row, reply):
+    def reward(self, row, response):
         if os.environ["RANK"] == "1":
             raise ValueError("this reward is sour")
-        return super().reward(row, reply)
+        return super().reward(row, response)
 """
 
 
@@ -176,9 +176,9 @@ import time
 from envs.tasks import SortDigits
 
 class Task(SortDigits):
-    def rewards(self, rows, replies):
+    def rewards(self, rows, responses):
         time.sleep(35)  # longer than torchrun's default from SIGTERM to SIGKILL
-        return [super(Task, self).reward(*pair) for pair in zip(rows, replies)]
+        return [super(Task, self).reward(*pair) for pair in zip(rows, responses)]
 """
 
 

@@ -54,14 +54,14 @@ def test_log_probs_are_of_what_was_drawn_from_and_the_kl_is_at_its_temperature()
     generated, sampled, ratio = make().generate(batch(), config)
     assert config.to_dict() == before
     td = make().create_rollout_td(batch(), generated, sampled, ratio)
-    for i, (prompt, reply) in enumerate(chats(td)):
-        for t, token in enumerate(reply):
-            seen = torch.tensor([prompt + reply[:t]])
+    for i, (prompt, response) in enumerate(chats(td)):
+        for t, token in enumerate(response):
+            seen = torch.tensor([prompt + response[:t]])
             top, places = (model(seen).logits[0, -1].double() / 0.5).topk(3)
             want = top.log_softmax(-1)[places.tolist().index(token)]
             assert sampled[i, t, 0].item() == pytest.approx(want.item(), abs=1e-4)
-        curr, other = (by_hand(m, prompt, reply, 0.5) for m in (model, ref))
-        got = ratio[i, : len(reply)].double()
+        curr, other = (by_hand(m, prompt, response, 0.5) for m in (model, ref))
+        got = ratio[i, : len(response)].double()
         torch.testing.assert_close(got, curr - other, atol=1e-4, rtol=1e-4)
 
 
@@ -103,9 +103,9 @@ def test_the_scheduler_gets_nats_per_sequence_every_num_steps():
     roll = make(kl_coef=0.8, kl_scheduler=control, num_steps=2)
     charged, measured = [], []
     for _ in range(5):
-        replies = roll.generate(batch())
-        td = roll.create_rollout_td(batch(), *replies)
-        measured.append(replies[2].double().sum().item() / 4)
+        responses = roll.generate(batch())
+        td = roll.create_rollout_td(batch(), *responses)
+        measured.append(responses[2].double().sum().item() / 4)
         charged.append(-td["next", "reward_kl"].double().sum().item() / (4 * measured[-1]))
     assert charged == pytest.approx([0.8, 0.8, 0.4, 0.4, 0.2])
     assert control.seen[0] + control.seen[1] == pytest.approx(measured[:4], rel=1e-4)

@@ -16,7 +16,7 @@ RENDERED = 1000  # rows of a split that are rendered to measure their lengths
 def check_rows(loop: Trainer, settings: dict[str, Any], findings: Findings) -> int:
     """Print the lengths of the rows; return the largest number of tokens of a sequence.
 
-    Rows are prompts if replies are sampled, else full chats.
+    Rows are prompts if responses are sampled, else full chats.
     """
     samples, positions = hasattr(loop.source, "prompts"), max_positions(loop.policy.model)
     env, render = loop.source.env, loop.policy.renderer.render
@@ -57,19 +57,19 @@ def check_steps(loop: Trainer, settings: dict[str, Any], findings: Findings) -> 
 
 
 def check_rewards(batch: TensorDictBase, findings: Findings) -> None:
-    """Print the rewards of the replies, and the share of groups without a gradient."""
+    """Print the rewards of the responses, and the share of groups without a gradient."""
     total = batch.get("reward_raw").sum(-1)  # [B]
     findings.section(
         "Rewards",
         f"mean {float(total.mean()):z.3f}, from {float(total.min()):.3g} to "
-        f"{float(total.max()):.3g} over {len(total)} replies",
+        f"{float(total.max()):.3g} over {len(total)} responses",
     )
     if len(idle := idle_groups(batch)) == len(total):  # groups of one
         return
-    findings.say(f"groups whose replies all earn the same: {float(idle.float().mean()):.0%}")
+    findings.say(f"groups whose responses all earn the same: {float(idle.float().mean()):.0%}")
     if bool(idle.all()):
         findings.problem(
             f"all {len(idle)} groups earn one reward all over: nothing would be learnt; use "
             "easier rows, a larger algorithm.group_size, or a warm-up by SFT",
-            of_replies=True,
+            of_responses=True,
         )

@@ -41,9 +41,9 @@ class Findings:
         """Print a line of a section."""
         self.console.print(Text("  ", style=style).append(line), soft_wrap=True)
 
-    def problem(self, text: str, *, of_replies: bool = False) -> None:
-        """Record a problem; replies of an untrained model only print a line."""
-        if of_replies and self.untrained:
+    def problem(self, text: str, *, of_responses: bool = False) -> None:
+        """Record a problem; responses of an untrained model only print a line."""
+        if of_responses and self.untrained:
             self.say(f"of the untrained model: {text}")
         else:
             self.problems.append(text)

@@ -36,7 +36,7 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
     empty, ended = count_ends(batch, policy.stop_ids)
     if empty == len(batch):
         findings.problem(
-            "no row has a token to learn; look at after_rollout and at dropped replies, or set "
+            "no row has a token to learn; look at after_rollout and at dropped responses, or set "
             "policy.chat_template=<a template that writes the response>"
         )
     elif ended:
@@ -45,7 +45,7 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
         findings.problem(
             "no row ends by an end of turn that is learnt; "
             + ("raise policy.max_new_tokens" if samples else WRITES_END),
-            of_replies=samples,
+            of_responses=samples,
         )
 
 

@@ -1,6 +1,6 @@
 """Track with the services of accelerate.tracking: TensorBoard, Trackio, MLflow, Comet, Aim ...
 
-Accelerate imports their packages. Tables of replies and alerts are left out on purpose: every
+Accelerate imports their packages. Tables of responses and alerts are left out on purpose: every
 service has a different API for them.
 """
 

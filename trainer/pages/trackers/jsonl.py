@@ -49,21 +49,21 @@ class JsonlTracker(Observer):
     def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
         """Drop the lines after `iteration`, which a resumed run writes again."""
         _drop_after(self.metrics, ITERATION, iteration - again)
-        # for 0 also the replies before training
+        # for 0 also the responses before training
         _drop_after(self.transcripts, "iteration", iteration or -1)
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Append the metrics of one iteration to the file."""
         _append(self.metrics, [{**metrics, ITERATION: iteration}])
 
-    def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
-        """Append prompts and replies; keys as in docs/metrics.md."""
+    def responses(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
+        """Append prompts and responses; keys as in docs/metrics.md."""
         if self.keep_transcripts:
             _append(self.transcripts, lines_of(rows, iteration))
 
 
 def lines_of(rows: Sequence[Mapping[str, Any]], iteration: int) -> list[dict[str, Any]]:
-    """Return replies as lines without secrets; the tokens of a text with a secret are left out."""
+    """Return responses as lines without secrets; tokens of a text with a secret are left out."""
     lines = []
     for row in rows:
         text = "".join(row.get("pieces", {}).get("text", ()))

@@ -66,11 +66,11 @@ class Mirror(JsonlTracker):
         known = {name: float(value) for name, value in line.items() if value is not None}
         self._safely("log to", self._log, known, iteration)
 
-    def replies(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
-        super().replies(rows, iteration, kind=kind)
+    def responses(self, rows: Sequence[Mapping[str, Any]], iteration: int, *, kind: str) -> None:
+        super().responses(rows, iteration, kind=kind)
         if self.keep_transcripts:
             lines = finite(lines_of(rows, iteration))
-            self._safely("send replies to", self._show, lines, iteration)
+            self._safely("send responses to", self._show, lines, iteration)
 
     def alert(self, title: str, text: str, *, error: bool = False) -> None:
         self._safely("alert", self._alert, title, text, error)

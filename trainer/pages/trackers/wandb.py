@@ -1,4 +1,4 @@
-"""Weights & Biases: metrics, a table of replies and alerts; online when logged in, else offline.
+"""Weights & Biases: metrics, a table of responses and alerts; online when logged in, else offline.
 
 The x axis is progress/iteration: W&B's own step restarts when an offline run is resumed.
 """
@@ -30,7 +30,7 @@ class WandbTracker(Mirror):
     Waits `init_timeout` seconds for a server, then keeps the run offline.
     Offline files are in `<folder>/wandb`; `wandb sync` uploads them, `wandb leet` shows them.
     `mode`: null (decide by login), online, offline or disabled. `table_every`: iterations between
-    parts of the table of replies (W&B shows the latest 100 parts); 0 sends no replies.
+    parts of the table of responses (W&B shows the latest 100 parts); 0 sends no responses.
     `settings`: arguments of wandb.Settings.
     """
 
@@ -57,7 +57,7 @@ class WandbTracker(Mirror):
         self._settings = {**quiet, **timeouts, **(settings or {})}
         self._run: Any = None
         self._table: Any = None
-        self._rows: list[dict[str, Any]] = []  # replies not yet in a part of the table
+        self._rows: list[dict[str, Any]] = []  # responses not yet in a part of the table
         self._table_at = 0  # iteration of the latest part
         super().__init__(folder, **about)
 
@@ -114,7 +114,7 @@ class WandbTracker(Mirror):
         self._run.finish(exit_code=int(state == "failed"))
 
     def _part(self, iteration: int) -> dict[str, Any]:
-        """Return the next part of the table: the replies since the previous part."""
+        """Return the next part of the table: the responses since the previous part."""
         import wandb
 
         self._table_at = iteration

@@ -1,9 +1,9 @@
 """Print what the jobs of a sweep over kl.coeff came to, and what they write, as Markdown.
 
-    python docs/replies.py multirun/ppo_sentiment_smollm/<date_time>
+    python docs/responses.py multirun/ppo_sentiment_smollm/<date_time>
 
-Rewards and KL are those of the held-out replies, the KL in nats per reply. The efficiency is known
-once the reference was sampled: `python -m trainer.pages <sweep> --frontier`.
+Rewards and KL are those of the held-out responses, the KL in nats per response. The efficiency is
+known once the reference was sampled: `python -m trainer.pages <sweep> --frontier`.
 """
 
 import sys
@@ -18,13 +18,13 @@ from trainer.runs.run_files import Run, load_run, read_lines
 
 @dataclass(frozen=True)
 class Point:
-    """What one run reached; held-out replies are (subject, text, reward)."""
+    """What one run reached; held-out responses are (subject, text, reward)."""
 
     coeff: float
     reward: tuple[float, float]  # before and after
     kl: float
     efficiency: float | None
-    replies: list[tuple[str, str, float]]
+    responses: list[tuple[str, str, float]]
 
 
 def read(folder: Path, *, count: int = 3) -> list[Point]:
@@ -47,7 +47,7 @@ def _point(run: Run, frontier: Frontier | None, count: int) -> Point:
         reward=(held_out[0], held_out[-1]),
         kl=kl,
         efficiency=efficiency(run, frontier) if frontier else None,
-        replies=[(_subject(x["prompt"]), x["response"], x["reward"]) for x in after[:count]],
+        responses=[(_subject(x["prompt"]), x["response"], x["reward"]) for x in after[:count]],
     )
 
 
@@ -61,18 +61,18 @@ def _subject(prompt: str) -> str:
 
 
 def markdown(points: list[Point]) -> str:
-    """Return the numbers and the replies as two tables."""
+    """Return the numbers and the responses as two tables."""
     lines = [
-        "| kl.coeff | held-out reward | KL, nats per reply | efficiency |",
+        "| kl.coeff | held-out reward | KL, nats per response | efficiency |",
         "|---|---|---|---|",
     ]
     for p in points:
         first, last = p.reward
         share = "-" if p.efficiency is None else f"{p.efficiency:.2f}"
         lines.append(f"| {p.coeff:g} | {first:.2f} -> {last:.2f} | {p.kl:.1f} | {share} |")
-    lines += ["", "| kl.coeff | asked about | held-out reply | reward |", "|---|---|---|---|"]
+    lines += ["", "| kl.coeff | asked about | held-out response | reward |", "|---|---|---|---|"]
     for p in points:
-        for subject, text, reward in p.replies:
+        for subject, text, reward in p.responses:
             readable = text.encode("ascii", "replace").decode()
             plain = " ".join(readable.replace("|", "/").split())
             lines.append(f"| {p.coeff:g} | {subject} | {plain} | {reward:.2f} |")
@@ -81,5 +81,5 @@ def markdown(points: list[Point]) -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("expected the folder of a sweep: python docs/replies.py <folder>")
+        sys.exit("expected the folder of a sweep: python docs/responses.py <folder>")
     print(markdown(read(Path(sys.argv[1]))))

@@ -1,8 +1,8 @@
 (() => {
-  // The browser of replies: all from the JSON in the page; texts are texts, never markup.
+  // The browser of responses: all from the JSON in the page; texts are texts, never markup.
   const root = document.getElementById("browser");
   if (!root) return;
-  const data = JSON.parse(document.getElementById("replies-data").textContent);
+  const data = JSON.parse(document.getElementById("responses-data").textContent);
   const STEP = 6;  // groups at a time
   const make = (tag, look = "", ...inner) => {
     const made = document.createElement(tag);
@@ -35,15 +35,15 @@
     return token;
   }).concat(pieces.left_out ? [make("i", "", ` ... ${pieces.left_out} more tokens`)] : []);
 
-  const reply = (row, most) => {
+  const response = (row, most) => {
     const facts = [row.name || row.rank || ""];
     for (const [key, title, unit] of [["reward", "reward", ""], ["kl", "log-ratio", " nats"], ["advantage", "advantage", ""]])
       if (typeof row[key] === "number") facts.push(`${title} ${short(key === "kl" && Math.abs(row[key]) < 1e-5 ? 0 : row[key])}${unit}`);
     if (row.truncated) facts.push("cut");
     const parts = Object.entries(row.parts || {}).map(([name, value]) => `${name} ${short(value)}`);
-    const text = row.pieces ? make("div", "reply heat", ...tokens(row.pieces, most))
-      : make("div", "reply", row.response);
-    const chat = (row.messages || []).map(({role, content}) => make("div", "reply", `${role}: ${content}`));
+    const text = row.pieces ? make("div", "response heat", ...tokens(row.pieces, most))
+      : make("div", "response", row.response);
+    const chat = (row.messages || []).map(({role, content}) => make("div", "response", `${role}: ${content}`));
     return make("div", "said", text, chat.length ? make("details", "", make("summary", "", "chat"), ...chat) : null,
       make("div", "facts", facts.filter(Boolean).join(" \u00b7 ")),
       parts.length ? make("div", "facts", `parts: ${parts.join(", ")}`) : null);
@@ -54,16 +54,16 @@
   const group = (found, most) => {
     const head = [found.at ? make("span", "muted", `iteration ${found.at} `) : null];
     const told = (found.messages || []).map(([role, text]) =>
-      make("details", "", make("summary", "", role), make("div", "reply", text)));
+      make("details", "", make("summary", "", role), make("div", "response", text)));
     return make("div", "card group", make("div", "prompt", ...head, found.prompt), ...told,
       found.answer ? make("div", "facts", "right answer: ", make("b", "", found.answer)) : null,
-      make("div", "facts aside", `${found.replies.length} replies: scroll sideways \u2192`),
-      make("div", `scroll row${found.replies.every((row) => size(row) < 40) ? " brief" : ""}`, ...found.replies.map((row) => reply(row, most))));
+      make("div", "facts aside", `${found.responses.length} responses: scroll sideways \u2192`),
+      make("div", `scroll row${found.responses.every((row) => size(row) < 40) ? " brief" : ""}`, ...found.responses.map((row) => response(row, most))));
   };
 
   // What all but the largest twentieth lie below is full colour.
   const scale = (groups, key) => {
-    const sizes = groups.flatMap((g) => g.replies).flatMap((row) => row.pieces?.[key] || [])
+    const sizes = groups.flatMap((g) => g.responses).flatMap((row) => row.pieces?.[key] || [])
       .filter((value) => typeof value === "number").map(Math.abs).sort((a, b) => a - b);
     return Math.max(sizes[Math.floor(.95 * (sizes.length - 1))] || 0, 1e-3);
   };
@@ -71,7 +71,7 @@
   const state = {at: null, held: !data.train.length, text: "", shown: STEP};  // at null: the newest
   const last = data.train.length - 1;
   const slider = Object.assign(make("input"), {type: "range", min: 0, max: Math.max(last, 0), ariaLabel: "iteration"});
-  const search = Object.assign(make("input"), {type: "search", placeholder: "search prompts and replies", ariaLabel: "search"});
+  const search = Object.assign(make("input"), {type: "search", placeholder: "search prompts and responses", ariaLabel: "search"});
   const label = make("output"), list = make("div"), count = make("p", "muted");
   const go = (place) => {
     const to = Math.min(Math.max(place, 0), last);
@@ -91,12 +91,12 @@
   const both = data.train.length && data.held.length ? make("span", "views", ...views) : null;
   const bar = make("div", "bar", both, along, search);
 
-  // Replies that do not fit side by side say so.
+  // Responses that do not fit side by side say so.
   const aside = () => list.querySelectorAll(".row").forEach((row) =>
     row.parentElement.classList.toggle("wide", row.scrollWidth > row.clientWidth + 1));
   addEventListener("resize", aside);
   const legend = root.querySelectorAll(".legend");
-  const fits = (found, text) => [found.prompt, found.answer, ...found.replies.map((row) => row.response)]
+  const fits = (found, text) => [found.prompt, found.answer, ...found.responses.map((row) => row.response)]
     .some((part) => part && part.toLowerCase().includes(text));
   const draw = () => {
     const text = state.text.trim().toLowerCase();
@@ -107,7 +107,7 @@
     const shown = found.slice(0, state.shown);
     const most = {kl: scale(shown, "kl"), advantage: scale(shown, "advantage")};
     list.replaceChildren(...shown.map((one) => group(one, most)));
-    list.className = shown.every((one) => one.replies.length === 1) ? "pairs" : "";
+    list.className = shown.every((one) => one.responses.length === 1) ? "pairs" : "";
     legend.forEach((one) => {
       one.hidden = !list.querySelector(".heat");
       one.querySelector(".full").textContent = short(most.kl);
