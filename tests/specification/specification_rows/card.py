@@ -1,8 +1,6 @@
 """The card: a Hydra application of env, policy, RetrieveKL and an SFT or RL loss, on Accelerate."""
 
-import contextlib
 import inspect
-import io
 import json
 import os
 import re
@@ -27,7 +25,6 @@ from specification_rows.containers import KINDS, RESPONSE, generated
 from specification_rows.row import ROOT, Page, close, refused
 from specification_rows.shared import folder
 from trainer import GRPOLoss, GRPOObjective, Reference, Runtime, SFTLoss
-from trainer.pages import dashboard
 
 CARD = Page("card")
 composed = cache(compose_experiment)
@@ -87,12 +84,8 @@ def experiments():
     assert cfg["policy"]["model"] == "Qwen/Qwen2.5-0.5B-Instruct"
     assert (cfg["optimizer"]["lr"], cfg["kl"]["coeff"]) == (1e-6, 0.001)
     assert (cfg["algorithm"]["group_size"], cfg["policy"]["temperature"]) == (8, 1.0)
-    yield "W&B workspace"
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
-        assert dashboard.main(["--dry-run"]) == 0
-    assert '"kl/ref"' in shown.getvalue()
-    assert '"reward/mean"' in shown.getvalue()
+    yield "W&B"
+    assert cfg["tracker"]["_target_"].endswith("WandbTracker")
 
 
 @CARD.rows()

@@ -71,5 +71,5 @@ DIFFERS = {
     "python train.py experiment=grpo_qwen": Differs(
         "The qwen experiments at full length", document=SCALING
     ),
-    "W&B workspace": Differs("and a login). `--dry-run`", document="docs/tracking.md"),
+    "W&B": Differs("the run goes offline", document="docs/tracking.md"),
 }

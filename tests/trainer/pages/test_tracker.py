@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import re
 import sqlite3
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from runs import lines
 
 from conf.build import make_tracker
 from conf.compose import compose_checked
-from trainer.pages import dashboard
 from trainer.pages.trackers.accelerate import AccelerateTracker
 from trainer.pages.trackers.jsonl import JsonlTracker
 from trainer.pages.trackers.wandb import WandbTracker
@@ -217,25 +215,3 @@ def test_a_run_is_named_by_its_changes_and_a_job_is_grouped_by_its_sweep(tmp_pat
     job = make_tracker(cfg, folder).about
     assert (job["name"], job["group"]) == ("sft_tiny seed=3", "sft_tiny/2026-01-01")
     assert (alone["group"], alone["job_type"]) == (None, "sft")
-
-
-def test_the_workspace_of_wandb_draws_each_panel_over_the_iterations(capsys):
-    made = dashboard.workspace("team", "mine")
-    drawn = {panel.title: panel for section in made.sections for panel in section.panels}
-    assert dashboard.main(["--dry-run"]) == 0
-    printed = json.loads(capsys.readouterr().out)["sections"]
-    panels = {title: names for part in printed.values() for title, names in part.items()}
-    assert [*drawn] == [*panels]
-    assert {panel.x for panel in drawn.values()} == {"progress/iteration"}
-    for title, names in panels.items():
-        if pattern := drawn[title].metric_regex:
-            found = [name.replace("@k", "@8").replace("*", "x") for name in names]
-            assert all(re.fullmatch(pattern, name) for name in found), title
-        else:
-            assert drawn[title].y == names
-    assert re.fullmatch(drawn["Accuracy on held-out prompts"].metric_regex, "eval/pass@8")
-
-
-def test_without_an_account_the_workspace_is_one_line(capsys):
-    assert dashboard.main(["--entity", "team"]) == 2
-    assert capsys.readouterr().err == f"error: {dashboard.LOGIN}\n"
