@@ -12,7 +12,7 @@ from envs.data import LazyRows
 from envs.tasks.task import Message, Row, Task, naming
 from policies.chats.chat_template import Rendered
 from policies.chats.containers import Masks, Tokens
-from policies.chats.rendering import OUTSIDE
+from policies.chats.pieces import OUTSIDE
 from policies.load import load_reference
 from policies.padding import pad, pad_mask
 from policies.protocols import Policy

@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from policies.chats.chat_template import Renderer
-from policies.chats.rendering import bounded, make_call
+from policies.chats.rendering import bounded
+from policies.chats.tool_calls import make_call
 
 # Of responses that are not well formed.
 ERRORS = (ValueError, KeyError, TypeError, RecursionError, TimeoutError)

@@ -22,19 +22,11 @@ from itertools import accumulate
 from math import inf
 from typing import Any
 
+from policies.chats.encoder import Encoder
+from policies.chats.messages import Message, check_messages
 from policies.chats.next_turn import Gap, LostTurn, StandIn
-from policies.chats.rendering import (
-    CACHE_SIZE,
-    OUTSIDE,
-    Encoder,
-    Message,
-    Outlines,
-    Piece,
-    check_messages,
-    close_turn,
-    fill,
-    turns_of,
-)
+from policies.chats.outlines import CACHE_SIZE, Outlines
+from policies.chats.pieces import OUTSIDE, Piece, close_turn, fill, turns_of
 from policies.chats.templates import find_template
 
 _REWRITTEN = "rewrites contents, and this chat's contents hold the text of control tokens"

@@ -20,6 +20,7 @@ OPTIONAL = (
     "tools",  # of the whole chat, on its first message
 )
 FIELDS = ("role", "content", "is_complete", *OPTIONAL)
+Message = dict[str, Any]
 
 
 def columns(records: Sequence[dict[str, Any]]) -> TensorDict:
@@ -75,3 +76,17 @@ def checked(message: Any, index: int) -> dict[str, Any]:
     if unknown := sorted(set(record) - set(FIELDS)):
         raise ValueError(f"message {index}: got the fields {unknown}, expected {list(FIELDS)}")
     return {"is_complete": True, **record}
+
+
+def check_messages(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages as a list; raise ValueError if there is none or one is malformed."""
+    if not messages:
+        raise ValueError("expected at least one message, got an empty chat")
+    for i, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        silent = content is None and message.get("tool_calls")
+        if not isinstance(role, str) or not (isinstance(content, str) or silent):
+            raise ValueError(f"message {i}: expected a role and a content, got {message!r:.60}")
+        if content and content.encode(errors="ignore").decode() != content:
+            raise ValueError(f"message {i}: got lone surrogates in {content[:40]!a}")
+    return [m if m.get("content") is not None else {**m, "content": ""} for m in messages]

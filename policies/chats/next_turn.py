@@ -11,17 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from policies.chats.rendering import (
-    CALL_ID,
-    Marker,
-    Message,
-    Outlines,
-    Piece,
-    count_same,
-    cut,
-    fill,
-    make_call,
-)
+from policies.chats.messages import Message
+from policies.chats.outlines import Marker, Outlines
+from policies.chats.pieces import Piece, count_same, cut, fill
+from policies.chats.tool_calls import CALL_ID, make_call
 
 
 class LostTurn(ValueError):

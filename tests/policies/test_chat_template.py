@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from envs.tasks.task import assistant, user
 from policies.chats.chat_template import Renderer
 from policies.chats.history import History
-from policies.chats.rendering import make_call
 from policies.chats.templates import with_variables
+from policies.chats.tool_calls import make_call
 from policies.load import load_policy
 from policies.models.find import EMBEDDED, find_model, load_tokenizer
 from trainer.demonstrations import rows_by_turn
