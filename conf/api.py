@@ -2,7 +2,8 @@
 
 import gc
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,48 +46,28 @@ def train(
     `algorithm="rloo"`, `**{"trainer.num_iterations": 20}`.
     ValueError: as on the command line. The model is in `run.folder / "model"`.
     """
-    if folder := overrides.pop("resume", None):
-        command = resume_command(Path(folder))
-        raise ValueError(f"trainer.train begins a new run; resume {folder} by: {command}")
+    if resumed := overrides.pop("resume", None):
+        command = resume_command(Path(resumed))
+        raise ValueError(f"trainer.train begins a new run; resume {resumed} by: {command}")
     if not isinstance(model, str | Path):
         text = f"expected model to be a folder or a hub id, got {type(model).__name__}"
         raise ValueError(f"{text}; save it and its tokenizer by save_pretrained, give the folder")
-    named = {} if reward is None else reward
-    if not isinstance(named, Mapping):
-        name = getattr(reward, "__name__", "reward")
-        named = {name if name.isidentifier() else "reward": reward}
+    rewards = _named(reward)
     words = [f"experiment={experiment}", f"policy.model={quoted(str(model))}"]
-    if named and not isinstance(overrides.get("env"), str):
+    if rewards and not isinstance(overrides.get("env"), str):
         words.append("env=prompts")
     words += _words(overrides)
-    for name, function in named.items():
-        if not callable(function):
-            raise ValueError(
-                f'expected reward to be a function or {{"name": function}}, got {reward}'
-            )
-        register(name, function)
-        words.append(f'+env.rewards.{name}={{_target_: envs.rewards.Registered, name: "{name}"}}')
+    words += _register(rewards)
     unique_folder.cache_clear()  # a new folder for every call
     # Absolute: a reward may change the directory.
     folder = Path(compose(words, with_hydra=True).hydra.run.dir).absolute()
     if holds_run(folder):
         raise ValueError(f"{folder} already holds a run; give another output_dir")
     with locked(folder), run_log(folder):
-        try:
-            for key, values in ("dataset", rows), ("eval_dataset", eval_rows):
-                words += _data(key, values, folder, shown=reward is None)
-            config, composed = compose_checked(words), compose(words, with_hydra=True)
-            if (ranks := config["launch"]["num_processes"]) != 1:
-                raise ValueError(f"expected launch.num_processes=1 in one process, got {ranks}")
-            write_defaults(folder, composed.hydra)
-            for name, node in ("hydra", composed), ("overrides", composed.hydra.overrides.task):
-                OmegaConf.save(node, folder / ".hydra" / f"{name}.yaml")
-            prepare(config, folder, compose=compose_experiment)
-        except BaseException:  # refused: remove its files
-            for name in ("dataset.jsonl", "eval_dataset.jsonl", LOCK, LOG):
-                (folder / name).unlink(missing_ok=True)
-            remove_unused(folder)
-            raise
+        with _removed_if_refused(folder):
+            words += _data("dataset", rows, folder, shown=reward is None)
+            words += _data("eval_dataset", eval_rows, folder, shown=reward is None)
+            _prepare(words, folder)
         try:
             run.train(OmegaConf.load(folder / "config.yaml"), folder, observers)
         except Stopped as stop:
@@ -94,6 +75,49 @@ def train(
         finally:
             gc.unfreeze()  # the loop froze objects of this process
     return load_run(folder)
+
+
+def _named(reward: Any) -> Mapping[str, Any]:
+    """Return the rewards by name; a single function has its own name."""
+    if reward is None or isinstance(reward, Mapping):
+        return reward or {}
+    name = getattr(reward, "__name__", "reward")
+    return {name if name.isidentifier() else "reward": reward}
+
+
+def _register(rewards: Mapping[str, Any]) -> list[str]:
+    """Keep functions for the environment; return the overrides that name them."""
+    words = []
+    for name, function in rewards.items():
+        if not callable(function):
+            expected = 'expected reward to be a function or {"name": function}'
+            raise ValueError(f"{expected}, got {function}")
+        register(name, function)
+        words.append(f'+env.rewards.{name}={{_target_: envs.rewards.Registered, name: "{name}"}}')
+    return words
+
+
+@contextmanager
+def _removed_if_refused(folder: Path) -> Iterator[None]:
+    """Remove the files of a run that is refused before it starts."""
+    try:
+        yield
+    except BaseException:
+        for name in ("dataset.jsonl", "eval_dataset.jsonl", LOCK, LOG):
+            (folder / name).unlink(missing_ok=True)
+        remove_unused(folder)
+        raise
+
+
+def _prepare(words: list[str], folder: Path) -> None:
+    """Check the overrides and write the configuration into the run folder."""
+    config, composed = compose_checked(words), compose(words, with_hydra=True)
+    if (ranks := config["launch"]["num_processes"]) != 1:
+        raise ValueError(f"expected launch.num_processes=1 in one process, got {ranks}")
+    write_defaults(folder, composed.hydra)
+    for name, node in ("hydra", composed), ("overrides", composed.hydra.overrides.task):
+        OmegaConf.save(node, folder / ".hydra" / f"{name}.yaml")
+    prepare(config, folder, compose=compose_experiment)
 
 
 def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str]:

@@ -34,6 +34,8 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         return dry_run(parts, config, folder)
     with parts.runtime(folder=folder, seed=cfg.seed) as runtime:
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
+
+        # ---- the task, the policy and the environment between them
         task = build.make_task(config["env"], needs_reward=config["algorithm"]["needs_reward"])
         try_reward(task)  # finds errors in the data and in the user's reward
         custom = build.custom_observers(cfg, runtime, observers)
@@ -49,17 +51,52 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         generator = policy
         if parts.engine:
             generator = parts.engine(policy=policy, folder=runtime.folder / ".engine")
+
+        # ---- from prompts to a batch with advantages
         shared = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
         shared |= {"env": env, "leash": parts.leash}
         after_rollout = {name: part(**shared) for name, part in parts.after_rollout.items()}
         source = build.make_source(cfg, parts.source, after_rollout, **shared)
         advantage = parts.advantage(**shared)
+
+        # ---- from a batch to new weights
         objective = parts.objective(**shared)
         all_observers = build.make_observers(cfg, runtime, custom)
         scorer, optimizer = runtime.prepare(
             policy, parts.make_optimizer, *references.values(), advantage
         )
         exact = parts.leash.exact_leash
+        update = parts.update(
+            scorer=scorer,
+            optimizer=optimizer,
+            objective=objective,
+            runtime=runtime,
+            leash=parts.leash,
+            lr=parts.schedule(total=steps),
+            max_tokens=cfg.policy.max_new_tokens * cfg.env.max_turns,
+            reference=references[exact.name].scorer if exact else None,
+        )
+
+        # ---- beside the loop: evaluations and checkpoints
+        evaluate = trainer.Evaluate(
+            task=task,
+            env=env,
+            generator=generator,
+            runtime=runtime,
+            retrieve_kl=references["ref"],
+            **cfg.eval,
+        )
+        checkpoints = trainer.Checkpoints(
+            runtime, policy, optimizer, reference=references["ref"], **cfg.checkpoint
+        )
+        with_state = trainer.resuming.stateful_parts(
+            {"env.transforms": transforms, "algorithm.after_rollout": after_rollout},
+            cfg.observers,
+            {"source": source, "advantage": advantage, "objective": objective},
+            task=task,
+            observers=all_observers,
+        )
+
         loop = parts.trainer(
             runtime=runtime,
             policy=policy,
@@ -68,34 +105,13 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
             retrieve_kl=references["ref"],
             teacher=references["teacher"],
             advantage=advantage,
-            update=parts.update(
-                scorer=scorer,
-                optimizer=optimizer,
-                objective=objective,
-                runtime=runtime,
-                leash=parts.leash,
-                lr=parts.schedule(total=steps),
-                max_tokens=cfg.policy.max_new_tokens * cfg.env.max_turns,
-                reference=references[exact.name].scorer if exact else None,
-            ),
-            evaluate=trainer.Evaluate(
-                **{name: shared[name] for name in ("task", "env", "generator", "runtime")},
-                retrieve_kl=references["ref"],
-                **cfg.eval,
-            ),
-            checkpoints=trainer.Checkpoints(
-                runtime, policy, optimizer, reference=references["ref"], **cfg.checkpoint
-            ),
+            update=update,
+            evaluate=evaluate,
+            checkpoints=checkpoints,
             num_logged_responses=cfg.tracker.get("responses", "0"),
             early_stopping=parts.early_stopping(),
             inputs=sha256_of_inputs(config),
-            parts=trainer.resuming.stateful_parts(
-                {"env.transforms": transforms, "algorithm.after_rollout": after_rollout},
-                cfg.observers,
-                {"source": source, "advantage": advantage, "objective": objective},
-                task=task,
-                observers=all_observers,
-            ),
+            parts=with_state,
             observers=all_observers,
         )
         return run_mode(loop, config)

@@ -65,13 +65,20 @@ def load_policy(
         compute_again(network)
     autocast = resolve_autocast(autocast, network.device)
     scorer = Scorer(network, autocast=getattr(torch, autocast) if autocast else None)
-    kwargs = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    kwargs |= {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
-    kwargs |= {"max_rows": max_rows}
+    sampling = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "max_new_tokens": max_new_tokens,
+        "max_prompt_tokens": max_prompt_tokens,
+        "max_rows": max_rows,
+        "stop": list(stop or []),
+    }
     policy = TransformersWrapper(
         scorer,
         tokenizer=tokenizer,
-        generate_kwargs=kwargs | {"stop": list(stop or [])},
+        generate_kwargs=sampling,
         chat_template=chat_template,
         pad_output=True,
     )
