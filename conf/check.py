@@ -19,8 +19,8 @@ from conf.build import (
 )
 from conf.hints import nearest
 from envs.data import is_file
-from envs.rewards.validate import complaint, in_one_line
-from envs.transforms import is_leash
+from envs.rewards.validate import first_fault, in_one_line
+from envs.transforms import is_kl_transform
 from policies.models.find import no_model
 from policies.optional_packages import EXTRAS, package_of
 from trainer.early_stopping import read_rule
@@ -284,7 +284,7 @@ def _parts(cfg: Config) -> Iterator[str]:
     if any(env["tools"].values()) and env["max_turns"] < 2:
         yield "env.tools needs env.max_turns >= 2, one for a call and one for the answer, got 1"
     for path, node in walk(env["transforms"], "env.transforms"):
-        if is_leash(node["_target_"]):
+        if is_kl_transform(node["_target_"]):
             why = "a run measures and charges the KL itself, by kl.coeff, kl.where, kl.estimator"
             yield f"{path}._target_={node['_target_']}: {why}; leave it out"
     for name, node in env["rewards"].items():
@@ -330,6 +330,6 @@ def try_task(env: str, rows: str, rewards: bool) -> None:
     node = json.loads(env)
     name = node["task"]["_target_"]
     method = None if rows == "prompts" else rows  # of the task
-    fault = complaint(lambda: make_task(node), name, rows=method, rewards=rewards)
+    fault = first_fault(lambda: make_task(node), name, rows=method, rewards=rewards)
     if fault:
         raise ValueError(fault)

@@ -71,24 +71,24 @@ def checked(cfg: DictConfig) -> dict[str, Any]:
     resolve them. A plain-text secret becomes such a text.
     """
     try:
-        plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        resolved: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ValueError(explain(error)) from error
-    check(plain)
-    return _as_saved(OmegaConf.to_container(cfg), plain)
+    check(resolved)
+    return _as_saved(OmegaConf.to_container(cfg), resolved)
 
 
-def _as_saved(raw: Any, plain: Any, path: str = "") -> Any:
+def _as_saved(raw: Any, resolved: Any, path: str = "") -> Any:
     if isinstance(raw, dict):
-        return {key: _as_saved(raw[key], plain[key], f"{path}.{key}") for key in raw}
+        return {key: _as_saved(raw[key], resolved[key], f"{path}.{key}") for key in raw}
     if isinstance(raw, list):
-        return [_as_saved(*pair, path) for pair in zip(raw, plain, strict=True)]
+        return [_as_saved(*pair, path) for pair in zip(raw, resolved, strict=True)]
     if isinstance(raw, str) and "${oc.env:" in raw:
         return raw
-    if isinstance(plain, str) and is_secret(path, plain):
-        os.environ[_variable(path)] = plain  # for the processes of the run
+    if isinstance(resolved, str) and is_secret(path, resolved):
+        os.environ[_variable(path)] = resolved  # for the processes of the run
         return f"${{oc.env:{_variable(path)}}}"
-    return plain.replace("${", "\\${") if isinstance(plain, str) else plain
+    return resolved.replace("${", "\\${") if isinstance(resolved, str) else resolved
 
 
 def _variable(path: str) -> str:
@@ -107,9 +107,9 @@ def write_defaults(folder: Path, hydra_config: DictConfig) -> None:
         "experiment": compose([*experiment, *files] if experiment else chosen),
         "leash": compose(chosen),
     }
-    plain = {name: OmegaConf.to_container(cfg) for name, cfg in defaults.items()}
+    defaults_of = {name: OmegaConf.to_container(cfg) for name, cfg in defaults.items()}
     (folder / ".hydra").mkdir(parents=True, exist_ok=True)
-    write_text(folder / ".hydra" / "defaults.yaml", yaml.safe_dump(plain, sort_keys=False))
+    write_text(folder / ".hydra" / "defaults.yaml", yaml.safe_dump(defaults_of, sort_keys=False))
     hide_secrets(folder / ".hydra")
 
 
@@ -170,12 +170,12 @@ def set_up() -> None:
 
 def run_dir(*, _root_: DictConfig) -> str:
     """Return the run folder; a temporary one for other modes and other ranks."""
-    plain = os.path.expanduser(_root_.resume or _root_.output_dir or "")
+    folder = os.path.expanduser(_root_.resume or _root_.output_dir or "")
     if is_temporary(_root_):  # an engine on another machine reads weights from output_dir
         shared = _root_.output_dir or "outputs"
         served = OmegaConf.select(_root_, "policy.engine.url")
         return temporary_folder(Path(shared if served else tempfile.gettempdir()))
-    return plain or unique_folder(f"outputs/{_title(_root_)}")
+    return folder or unique_folder(f"outputs/{_title(_root_)}")
 
 
 def sweep_dir(*, _root_: DictConfig) -> str:

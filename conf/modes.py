@@ -12,12 +12,18 @@ from trainer.runs.discover import has_weights, missing_weights
 from trainer.runs.experiment_models import without_training
 from trainer.runs.folders import unique_folder
 
-SILENT = {"_target_": "trainer.JsonlTracker", "keep_transcripts": False}
-BOTH = ("policy.max_new_tokens", "policy.system_prompt", "kl.reference", "seed", "policy.device")
+QUIET_TRACKER = {"_target_": "trainer.JsonlTracker", "keep_transcripts": False}
+SHARED_KEYS = (
+    "policy.max_new_tokens",
+    "policy.system_prompt",
+    "kl.reference",
+    "seed",
+    "policy.device",
+)
 ENGINE = ("policy.device", "policy.engine", "output_dir", "launch")
-MAY = {  # overrides allowed in addition to resume=, by mode
-    "chat": ("policy.temperature", *BOTH, "launch.threads"),
-    "evaluate": ("eval", *BOTH, "policy.max_prompt_tokens", *ENGINE[1:], "env"),
+ALLOWED_OVERRIDES = {  # overrides allowed in addition to resume=, by mode
+    "chat": ("policy.temperature", *SHARED_KEYS, "launch.threads"),
+    "evaluate": ("eval", *SHARED_KEYS, "policy.max_prompt_tokens", *ENGINE[1:], "env"),
     "export": ("output_dir", "hub", "policy.device"),
     "frontier": ("eval.num_samples", *ENGINE),
 }
@@ -31,7 +37,7 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
             raise ValueError("preflight checks a new training run; leave mode and resume out")
         config = checked(cfg)
         config["trains_first"] = sorted({*without_training(config, compose_experiment)})
-        return config | {"tracker": SILENT}
+        return config | {"tracker": QUIET_TRACKER}
     if mode in ("export", "frontier") and not cfg.resume:
         raise ValueError(f"mode={mode} is about a trained run; give resume=<run folder>")
     if mode == "export" and (not cfg.output_dir or Path(cfg.output_dir).expanduser().exists()):
@@ -45,7 +51,7 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
     config["teacher"] |= {"reference": None, "hint": None}
     config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
     config["algorithm"].pop("critic", None)
-    config["tracker"], config["trainer"]["overlap"] = SILENT, 0
+    config["tracker"], config["trainer"]["overlap"] = QUIET_TRACKER, 0
     config["eval"] |= {"frontier": 0, "train_rows": 0}
     config["launch"] |= {"strategy": "ddp", "offload": False, "shards": None}
     if mode not in ("evaluate", "frontier"):
@@ -67,7 +73,7 @@ def _of_run(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
         instead["env"] = compose_checked(["env=sort_digits"])["env"]
     elif not cfg.output_dir:
         instead["output_dir"] = str(folder)
-    config = resumed(str(folder), cfg, words, may=MAY.get(mode, ()), **instead)
+    config = resumed(str(folder), cfg, words, may=ALLOWED_OVERRIDES.get(mode, ()), **instead)
     if mode != "frontier":
         if not has_weights(folder):
             raise ValueError(missing_weights(folder))

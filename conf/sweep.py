@@ -38,7 +38,7 @@ MULTIRUN = ("-m", "--multirun")
 OPEN: list[tuple[Path, Any]] = []  # folder and lock of the sweep of this process
 
 
-class Leash(Callback):
+class SweepCallback(Callback):
     """Check all jobs before Hydra starts one, and update the page of a sweep."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:

@@ -172,7 +172,7 @@ def _is_sound(path: Path, entry: dict[str, Any], *, full: bool) -> bool:
     return size == entry["bytes"] and (not hashed or sha256_file(path) == entry["sha256"])
 
 
-def share(place: Path) -> None:
+def make_readable(place: Path) -> None:
     """Set the umask's mode on a file or a folder's files; safetensors writes private files."""
     mask = os.umask(0o077)  # the only way to read it
     os.umask(mask)
@@ -183,7 +183,7 @@ def share(place: Path) -> None:
 
 def write_manifest(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
     """List every file of a finished folder with its sha256, flush all to disk, return the list."""
-    share(folder)
+    make_readable(folder)
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder).as_posix()

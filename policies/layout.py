@@ -66,7 +66,7 @@ class Layout:
         return Layout(ids, position, mask, place[self.source], self.trees, grid)
 
 
-def plain(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
+def full_rows(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
     """Lay out one row per sequence, right-padded; tokens, attention, keep [B, T]."""
     rows = unpad(tokens, attention)
     input_ids = pad(rows)  # [B, L]
@@ -140,7 +140,7 @@ def choose(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor | N
         unshared = max(sizes) * len(sizes)  # tokens of one row per sequence, with padding
         if widest <= WIDEST and widest * len(trees) < 0.8 * unshared:
             return _trees(tokens, attention, keep, trees, lengths)
-    return plain(tokens, attention, keep)
+    return full_rows(tokens, attention, keep)
 
 
 def _common_prefixes(tokens: Tensor, attention: Tensor, trees: list[list[int]]) -> list[int]:

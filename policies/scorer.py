@@ -38,7 +38,7 @@ class Placement:
         """Hold full weights inside the block, so that each rank may run its own forwards."""
         return nullcontext()
 
-    def plain(self, *, fill: bool = True, keep: bool = False) -> AbstractContextManager[None]:
+    def unsharded(self, *, fill: bool = True, keep: bool = False) -> AbstractContextManager[None]:
         """Hold full tensors inside the block; `fill`: with values; `keep`: store changed values."""
         return nullcontext()
 

@@ -65,8 +65,8 @@ class Checkpoints:
         check_agreement(self.policy.scorer, self.runtime, iteration=iteration)
         main = self.runtime.is_main
         moments = gather_moments(self.optimizer, self.policy, fill=main)
-        reference = placement_of(self.reference).plain(fill=main)
-        with self.policy.scorer.placement.plain(fill=main), reference:
+        reference = placement_of(self.reference).unsharded(fill=main)
+        with self.policy.scorer.placement.unsharded(fill=main), reference:
             self.runtime.set_phase("save")
             if main:
                 self._write(iteration, state, moments)
@@ -88,8 +88,8 @@ class Checkpoints:
             if refreshed := self.reference.state_dict():
                 save_file(refreshed, part / REFERENCE)
             save_file(moments, part / "optimizer.safetensors")
-            plain, tensors = split_tensors(state.get("parts", {}))
-            content = {"format": FORMAT, "iteration": iteration, **state, "parts": plain}
+            values, tensors = split_tensors(state.get("parts", {}))
+            content = {"format": FORMAT, "iteration": iteration, **state, "parts": values}
             if tensors:
                 save_file(tensors, part / PARTS)
             (part / "state.json").write_text(json.dumps(content, indent=1))
@@ -149,8 +149,8 @@ class Checkpoints:
 
     def restore_weights(self, folder: Path, *, critic: bool = False) -> None:
         """Load the policy, and the reference if saved, from a checkpoint or a finished run."""
-        reference = placement_of(self.reference).plain(keep=True)
-        with self.policy.scorer.placement.plain(keep=True), reference:
+        reference = placement_of(self.reference).unsharded(keep=True)
+        with self.policy.scorer.placement.unsharded(keep=True), reference:
             weights_of(self.policy.scorer).load(folder, base=base_of(self.policy))
             if (folder / REFERENCE).is_file():
                 self.reference.load_state_dict(load_file(folder / REFERENCE))
@@ -176,17 +176,17 @@ def split_tensors(parts: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dic
 
     TypeError if JSON does not restore a plain value exactly.
     """
-    plain, tensors = {}, {}
+    values, tensors = {}, {}
     for name, state in parts.items():
         named = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         tensors |= {
             f"{name}/{key}": v.detach().cpu().clone().contiguous() for key, v in named.items()
         }
-        plain[name] = {key: value for key, value in state.items() if key not in named}
-        if json.loads(json.dumps(plain[name], default=str)) != plain[name]:
+        values[name] = {key: value for key, value in state.items() if key not in named}
+        if json.loads(json.dumps(values[name], default=str)) != values[name]:
             kinds = "tensors, numbers, texts, lists and dicts with texts as keys"
-            raise TypeError(f"{name}.state_dict(): expected {kinds}, got {plain[name]!r:.200}")
-    return plain, tensors
+            raise TypeError(f"{name}.state_dict(): expected {kinds}, got {values[name]!r:.200}")
+    return values, tensors
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -215,7 +215,7 @@ def save_model(policy: Policy, folder: Path, *, write: bool = True) -> None:
 
     An adapter is merged, and also saved to adapter/. Every rank calls this; one rank writes.
     """
-    with policy.scorer.placement.plain(fill=write):
+    with policy.scorer.placement.unsharded(fill=write):
         if write:
             weights_of(policy.scorer).export(folder, policy.tokenizer, base=base_of(policy))
 

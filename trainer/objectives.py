@@ -223,8 +223,8 @@ class EntropyBonus:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"coeff": self.adaptive_coeff, "pays": self.active}
+        return {"coeff": self.adaptive_coeff, "active": self.active}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        self.adaptive_coeff, self.active = float(state["coeff"]), bool(state["pays"])
+        self.adaptive_coeff, self.active = float(state["coeff"]), bool(state["active"])

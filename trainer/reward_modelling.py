@@ -12,7 +12,7 @@ from torch import Tensor
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import assistant
-from policies.models.reward_model import Rewards, diverged, ids_to_end
+from policies.models.reward_model import Rewards, compared_tokens, ids_to_end
 from policies.protocols import Policy
 from trainer.batch import reads
 from trainer.demonstrations import make_batch
@@ -52,7 +52,7 @@ class PreferencePairs:
         ids = [self._ids(row, row[name]) for row in rows for name in ("chosen", "rejected")]
         batch = make_batch(ids, self.policy.device)
         full, mask = batch.get(("tokens", "full")), batch.get(("masks", "all_attention_mask"))
-        compared = diverged(full[0::2], mask[0::2], full[1::2], mask[1::2])  # [P, T]
+        compared = compared_tokens(full[0::2], mask[0::2], full[1::2], mask[1::2])  # [P, T]
         batch.set("group_id", torch.arange(len(ids), device=mask.device) // 2)
         return batch.set("loss_mask", compared.repeat_interleave(2, 0))
 

@@ -24,7 +24,7 @@ from trainer.collect import collect
 from trainer.metrics import idle_groups
 from trainer.runtime import Runtime
 
-Verb = Callable[[TensorDictBase], TensorDictBase]
+BatchFunction = Callable[[TensorDictBase], TensorDictBase]
 
 
 def pick_rows(iteration: int, *, size: int, count: int, seed: int) -> list[int]:
@@ -66,7 +66,7 @@ class Rollouts:
         runtime: Runtime,
         prompts_per_iteration: int,
         mask: str = "response",
-        after_rollout: Sequence[Verb] = (),
+        after_rollout: Sequence[BatchFunction] = (),
     ) -> None:
         self.rows: Sequence[dict[str, Any]] = task.rows("train")
         self.env, self.generator, self.runtime = env, generator, runtime

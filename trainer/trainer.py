@@ -36,7 +36,7 @@ from trainer.transcripts import transcripts
 from trainer.update import Update
 from trainer.weight_sync import SyncResult, push_weights, weight_sync
 
-Verb = Callable[[TensorDictBase], TensorDictBase]
+BatchFunction = Callable[[TensorDictBase], TensorDictBase]
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Trainer:
     generator: Generator
     source: Callable[[int], TensorDictBase]
     retrieve_kl: Reference | NoReference
-    advantage: Verb
+    advantage: BatchFunction
     update: Update
     evaluate: Evaluate
     checkpoints: Checkpoints
@@ -310,7 +310,7 @@ class Trainer:
             "teacher": self.teacher.sha256,
             "inputs": self.inputs,  # and the same hashes of rows, templates and code
             "parts": self._states(),
-            "enough": self.early_stopping.state_dict(),
+            "early_stopping": self.early_stopping.state_dict(),
         }
 
 

@@ -102,7 +102,7 @@ def try_reward(task: Task) -> None:
     The response is the row's answer, or empty if that is not a text. Judges and reward models are
     skipped; errors that on_error allows are warnings.
     """
-    task = _without_costly(task)
+    task = _without_paid(task)
     if not rewards_anything(task):
         return
     row = task.rows("train")[0]
@@ -117,18 +117,20 @@ def try_reward(task: Task) -> None:
         raise
 
 
-def _without_costly(part: Any) -> Any:
+def _without_paid(part: Any) -> Any:
     """Return a task, and the tasks in it, without reward functions that are not `tried`."""
     if isinstance(part, dict):
-        return {k: _without_costly(v) for k, v in part.items() if getattr(v, "tried", True)}
+        return {k: _without_paid(v) for k, v in part.items() if getattr(v, "tried", True)}
     if isinstance(part, Task):
         part = copy.copy(part)
         within = vars(part).keys() & {"task", "tasks", "functions"}  # of Rewarded and Mix
-        vars(part).update({name: _without_costly(getattr(part, name)) for name in within})
+        vars(part).update({name: _without_paid(getattr(part, name)) for name in within})
     return part
 
 
-def complaint(make: Callable[[], Any], name: str, *, rows: str | None, rewards: bool) -> str | None:
+def first_fault(
+    make: Callable[[], Any], name: str, *, rows: str | None, rewards: bool
+) -> str | None:
     """Build a task and read its rows; return the error in one line, or None.
 
     `rows`: the method that a source of demonstrations or preferences calls; `rewards`: whether the

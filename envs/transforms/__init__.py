@@ -35,10 +35,11 @@ __getattr__, __dir__, __all__ = lazy(__name__, __file__)
 LEASHES = ("KLComputation", "KLRewardTransform", "RetrieveKL", "RetrieveLogProb")
 
 
-def is_leash(target: str) -> bool:
+def is_kl_transform(target: str) -> bool:
     """Return whether a class scores or charges the KL; a run does both without it.
 
-    >>> is_leash("envs.transforms.RayRetrieveKL"), is_leash("envs.transforms.StepCounter")
-    (True, False)
+    >>> names = "envs.transforms.RayRetrieveKL", "envs.transforms.StepCounter"
+    >>> [is_kl_transform(name) for name in names]
+    [True, False]
     """
     return target.rpartition(".")[2].removeprefix("Ray") in LEASHES

@@ -212,7 +212,11 @@ class Renderer:
         ids, turns = [], []
         for piece, text in zip(pieces, texts, strict=True):
             from_template = piece.message is None
-            part = self._encoder.encode(text)[0] if from_template else self._encoder.spell(text)
+            part = (
+                self._encoder.encode(text)[0]
+                if from_template
+                else self._encoder.encode_content(text)
+            )
             ids += part
             turns += [piece.turn] * len(part)
         return Rendered(ids, turns)

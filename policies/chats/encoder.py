@@ -44,7 +44,7 @@ class Encoder:
         return [i for i in ids if i in self.control]
 
     @cached_property
-    def _speller(self) -> tuple[Tokenizer, dict[int, int]]:
+    def _content_tokenizer(self) -> tuple[Tokenizer, dict[int, int]]:
         """Return a tokenizer without control tokens, and the ids of its added tokens.
 
         It encodes parts of a text, so it must not insert the blank of a first word before each.
@@ -57,10 +57,10 @@ class Encoder:
         copy = Tokenizer.from_str(json.dumps(spec))
         return copy, {copy.token_to_id(t["content"]): t["id"] for t in ordinary}
 
-    def spell(self, text: str) -> list[int]:
+    def encode_content(self, text: str) -> list[int]:
         """Return ids of `text` none of which is a control token."""
-        speller, added = self._speller
-        ids = [added.get(i, i) for i in speller.encode(text, add_special_tokens=False).ids]
+        tokenizer, added = self._content_tokenizer
+        ids = [added.get(i, i) for i in tokenizer.encode(text, add_special_tokens=False).ids]
         if self.find_control(ids):
             raise ValueError(f"expected no control tokens in the data, got them in {text[:60]!r}")
         return ids

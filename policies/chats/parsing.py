@@ -22,7 +22,7 @@ from policies.chats.templates import find_template
 
 
 @dataclass(frozen=True)
-class Turn:
+class TurnMarkers:
     """The template's text before and after a content."""
 
     opener: str
@@ -37,7 +37,7 @@ class Format:
     template: str
     variables: dict[str, str]
     start: str  # before the first turn
-    turns: dict[str, Turn]
+    turns: dict[str, TurnMarkers]
     prompt: str  # the generation prompt
     any_role: str  # the made-up role in the opener of ""
 
@@ -181,15 +181,17 @@ def _learn(label: str, template: str, tokens: tuple[tuple[str, str], ...]) -> Fo
             f"{label} cannot be read backwards: it changes contents, or writes a turn otherwise "
             "once the chat goes on; give it an inverse_parser by add_chat_template"
         )
-    user = Turn(chat[2].removeprefix(pair[2]), chat[3])
-    assistant = Turn(chat[1].removeprefix(chat[3]), pair[2])
+    user = TurnMarkers(chat[2].removeprefix(pair[2]), chat[3])
+    assistant = TurnMarkers(chat[1].removeprefix(chat[3]), pair[2])
     turns, start = {"user": user, "assistant": assistant}, chat[0].removesuffix(user.opener)
     system = around("system", "user")
     if system and system[1].endswith(user.opener):
         if not system[0].startswith(start):  # it starts with a default system message
             bos = variables.get("bos_token", "")
             start = bos if system[0].startswith(bos) else ""
-        turns["system"] = Turn(system[0].removeprefix(start), system[1].removesuffix(user.opener))
+        turns["system"] = TurnMarkers(
+            system[0].removeprefix(start), system[1].removesuffix(user.opener)
+        )
     name = f"r{secrets.token_hex(8)}"
     for role in ("tool", name):
         inside = around("user", "assistant", role, "assistant")
@@ -201,7 +203,7 @@ def _learn(label: str, template: str, tokens: tuple[tuple[str, str], ...]) -> Fo
             opener = inside[2].removeprefix(assistant.closer)
             closer = inside[3].removesuffix(assistant.opener)
             if opener not in (user.opener, assistant.opener) and (role == "tool" or role in opener):
-                turns["" if role == name else role] = Turn(opener, closer)
+                turns["" if role == name else role] = TurnMarkers(opener, closer)
     question = [{"role": "user", "content": "x"}]
     plain = render_template(question, template, variables)[0]
     prompt = render_template(question, template, variables, add_generation_prompt=True)[0]

@@ -28,7 +28,7 @@ from policies.sampler import Sampled
 from policies.scorer import Scores
 
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # vLLM's switch; 0 = in this process
-TOGETHER = 2**16  # prompt tokens per CPU batch; a longer prompt is one batch
+PROMPT_TOKENS_PER_BATCH = 2**16  # prompt tokens per CPU batch; a longer prompt is one batch
 
 
 @dataclass(frozen=True)
@@ -225,8 +225,8 @@ def load_engine(
     }
     if not torch.cuda.is_available():  # a prompt in two parts would reset its generator
         config = AutoConfig.from_pretrained(files.folder).get_text_config()
-        most = getattr(config, "max_position_embeddings", TOGETHER)
-        together = max(TOGETHER, engine.get("max_model_len") or most)
+        most = getattr(config, "max_position_embeddings", PROMPT_TOKENS_PER_BATCH)
+        together = max(PROMPT_TOKENS_PER_BATCH, engine.get("max_model_len") or most)
         settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": together}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # errors are raised
     before = os.environ.get(IN_PROCESS)

@@ -29,8 +29,9 @@ from policies.models.lora import base_weights, write_adapter
 from policies.models.weights import WeightStream
 
 VERSIONS = ("0.32.", "0.33.")  # as in pyproject.toml; vLLM does not promise these calls
-AT_ONCE = 256  # concurrent requests; the server has its own queue
-KNOCKS, PATIENCE = 20, 600  # seconds for a connection; for an answer or a transfer by NCCL
+MAX_CONNECTIONS = 256  # concurrent requests; the server has its own queue
+CONNECT_SECONDS = 20
+REQUEST_SECONDS = 600  # for an answer, or a transfer by NCCL
 LONGEST = 6 * 3600  # seconds for a response, its time in the server's queue included
 HEALTH_EVERY = 60  # seconds between questions about the health of a server that samples
 SERVE = (
@@ -48,18 +49,18 @@ class Server:
 
     def __init__(self, url: str) -> None:
         # One connection per request: the server may close a kept-alive one at any time.
-        limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=0)
+        limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=0)
         self.client = httpx.Client(base_url=url, limits=limits, trust_env=False)
         self.url = url
 
     def __call__(
-        self, path: str, body: Any = None, *, method: str = "POST", patience: float = PATIENCE
+        self, path: str, body: Any = None, *, method: str = "POST", timeout: float = REQUEST_SECONDS
     ) -> Any:
         """Return the server's answer; RuntimeError with its message, or ConnectionError.
 
-        `patience`: seconds to wait for the answer.
+        `timeout`: seconds to wait for the answer.
         """
-        limit = httpx.Timeout(patience, connect=KNOCKS)
+        limit = httpx.Timeout(timeout, connect=CONNECT_SECONDS)
         try:
             answer = self.client.request(method, path, json=body, timeout=limit)
         except httpx.TransportError as error:
@@ -111,7 +112,7 @@ class VLLMServer(VLLMEngine):
             self.transfer = Transfer(self._ask, host=host, port=port)
             self.about += ", weights by NCCL"
         self._ask("/resume")  # a run killed during a transfer leaves the server paused
-        self.pool = ThreadPoolExecutor(AT_ONCE)
+        self.pool = ThreadPoolExecutor(MAX_CONNECTIONS)
 
     def _facts(self) -> tuple[str, dict[str, Any]]:
         """Return the server's version and settings."""
@@ -214,7 +215,7 @@ class VLLMServer(VLLMEngine):
         row, params = request
         body = {"token_ids": row.tolist(), "sampling_params": params}
         body |= {"model": self.lora} if self.lora else {}
-        done = self._ask("/inference/v1/generate", body, patience=LONGEST)
+        done = self._ask("/inference/v1/generate", body, timeout=LONGEST)
         (choice,) = done["choices"]
         log_probs = (choice.get("logprobs") or {}).get("content") or ()
         prompt = (done.get("prompt_logprobs") or ())[1:]
@@ -250,7 +251,7 @@ class Transfer:
         start = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
         work = ThreadPoolExecutor(1, initializer=start)
         try:
-            work.submit(self._send).result(PATIENCE)
+            work.submit(self._send).result(REQUEST_SECONDS)
         except Exception as error:
             raise RuntimeError(
                 f"weights did not reach the vLLM server by NCCL: {type(error).__name__}: {error}; "
@@ -264,10 +265,10 @@ class Transfer:
 
         if self.engine is None:
             make = nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init
-            self.engine = make(self.meeting(), client=self, source=self)
+            self.engine = make(self.rendezvous(), client=self, source=self)
         self.engine.send_weights()
 
-    def meeting(self) -> Any:
+    def rendezvous(self) -> Any:
         """Return the rendezvous of the server's processes and this one, rank 0."""
         from vllm.distributed.weight_transfer import nccl_engine  # pyright: ignore[reportMissingImports]
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, GPT2Config, GPT2Model
 
-from policies.cache import share
+from policies.cache import make_readable
 from policies.chats.chat_template import Renderer
 from policies.chats.templates import require_template
 from policies.layout import pack_rows
@@ -92,7 +92,7 @@ class GPT2RewardModel(nn.Module):
         Source: Stiennon et al. 2020 (arXiv 2009.01325) section 3.4, token by token.
         """
         chosen, rejected = (_read(b, pad_token_id) for b in (chosen_batch, rejected_batch))
-        inside = diverged(*chosen[:2], *rejected[:2])
+        inside = compared_tokens(*chosen[:2], *rejected[:2])
         term = -F.logsigmoid(chosen[2] - rejected[2]) * inside  # [B, T]
         count = inside.sum(-1)
         return (term.sum(-1) / count.clamp(min=1)).sum() / (count > 0).sum().clamp(min=1)
@@ -103,16 +103,16 @@ class GPT2RewardModel(nn.Module):
         self.config.save_pretrained(folder)
         weights = {name: value.contiguous() for name, value in self.state_dict().items()}
         save_file(weights, Path(folder) / WEIGHTS)
-        share(Path(folder) / WEIGHTS)
+        make_readable(Path(folder) / WEIGHTS)
 
 
-def diverged(chosen: Tensor, mask: Tensor, rejected: Tensor, other: Tensor) -> Tensor:
+def compared_tokens(chosen: Tensor, mask: Tensor, rejected: Tensor, other: Tensor) -> Tensor:
     """Return the mask of the compared tokens of right-padded pairs, [B, T] bool.
 
     It covers the first difference of ids or masks to the end of the longer row.
 
     >>> one, two = torch.tensor([[1, 2, 3, 0]]), torch.tensor([[1, 4, 0, 0]])
-    >>> diverged(one, one > 0, two, two > 0).int().tolist()
+    >>> compared_tokens(one, one > 0, two, two > 0).int().tolist()
     [[0, 1, 1, 0]]
     """
     differ = (mask != other) | (mask & other & (chosen != rejected))

@@ -73,7 +73,7 @@ def _fetch_in_order(scorer: Any) -> None:
         critic.head.set_modules_to_backward_prefetch([scorer])
 
 
-def share(scorer: Scorer, owner: Scorer) -> None:
+def tie(scorer: Scorer, owner: Scorer) -> None:
     """Let a second scorer on a sharded model (another adapter) use the owner's shards."""
     _become_sharded(scorer)
     object.__setattr__(scorer, "owner", owner)  # no submodule: the owner registers the weights
@@ -238,7 +238,7 @@ class Shards(Placement):
                 unit.reshard()
 
     @contextmanager
-    def plain(self, *, fill: bool = True, keep: bool = False) -> Iterator[None]:
+    def unsharded(self, *, fill: bool = True, keep: bool = False) -> Iterator[None]:
         """Replace the shards by full CPU tensors; `keep` copies changes back, `fill` fills them."""
         self.scorer.reshard()
         swapped: dict[int, tuple[Any, nn.Parameter]] = {}

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from policies.cache import share
+from policies.cache import make_readable
 from policies.models import lora
 from policies.models.find import has_adapter, quiet
 from policies.models.sharding import full
@@ -72,11 +72,11 @@ class ModelWeights:
     def export(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
         """Write an ordinary model that transformers and vLLM load without leash."""
         with quiet():
-            self.plain().save_pretrained(folder)
+            self.ordinary_model().save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        share(folder)
+        make_readable(folder)
 
-    def plain(self) -> Any:
+    def ordinary_model(self) -> Any:
         """Return an ordinary transformers model."""
         return self.model
 
@@ -111,7 +111,7 @@ class AdapterWeights(ModelWeights):
         changed = partial(lora.merged_weights, self.model)
         return WeightStream(lora.base_weights(self.model), changed=changed, half=half)
 
-    def plain(self) -> Any:
+    def ordinary_model(self) -> Any:
         """Return an ordinary model with the adapter merged."""
         with torch.device("meta"):  # no second copy of weights that are only written
             plain = type(self.model)(self.model.config)
@@ -124,7 +124,7 @@ class AdapterWeights(ModelWeights):
         """Write the merged model, and the adapter in a subfolder so as not to apply it twice."""
         super().export(folder, tokenizer)
         lora.save_adapter(self.model, folder / "adapter", base=base)
-        share(folder)
+        make_readable(folder)
 
     def save(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
         """Write the adapter into the folder of a checkpoint."""

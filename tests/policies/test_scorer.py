@@ -99,7 +99,7 @@ def test_a_group_shares_its_prompt_and_padding_leaves() -> None:
     assert chosen.input_ids.shape == (3, 18)
     tokens = [5 + 1 + 6 + 2 + 4, 9 + 3 + 1, 3 + 6 + 6]
     assert chosen.unpadded().input_ids.shape == (1, sum(tokens))
-    assert layout.plain(TOKENS, MASK, MASK).unpadded().input_ids.shape == (1, int(MASK.sum()))
+    assert layout.full_rows(TOKENS, MASK, MASK).unpadded().input_ids.shape == (1, int(MASK.sum()))
 
 
 @torch.no_grad()

@@ -175,7 +175,7 @@ def test_what_goes_by_nccl_is_read_by_vllms_own_classes_and_a_failure_says_what_
     for name, weight in check(way, way.metadata()):  # pyright: ignore[reportArgumentType]
         assert weight.is_contiguous()
         assert torch.equal(weight, named[name])
-    place = way.meeting()
+    place = way.rendezvous()
     assert (place.master_address, place.world_size, place.is_sender) == ("127.0.0.1", 2, True)
     with pytest.raises(RuntimeError, match=r"without --weight-transfer-config"):
         way.send(WeightStream(named))

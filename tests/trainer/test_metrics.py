@@ -224,12 +224,12 @@ def test_the_kl_of_an_evaluation_is_that_of_its_sampled_responses(drops, kept):
     policy, other = make_policy(), load_policy("tiny")
     played: list[TensorDictBase] = []
 
-    def hear(name: str, batch: TensorDictBase, _: list[int]) -> None:
+    def on_batch(name: str, batch: TensorDictBase, _: list[int]) -> None:
         played.extend([batch] * (name == "sampled"))
 
     reference, temperature = Reference(policy, load_reference(other)), 0.6
     options = {"retrieve_kl": reference, "temperature": temperature}
-    scores, _ = evaluate(Marked(drops), **options)(0, on_batch=hear)
+    scores, _ = evaluate(Marked(drops), **options)(0, on_batch=on_batch)
     sums, count = [], 0
     for row in (row for batch in played for row in batch if not row["dropped"]):
         real = row["masks", "all_attention_mask"]
@@ -247,10 +247,10 @@ def a_frontier_is_of_responses_at_temperature_one() -> None:
     """Raise AssertionError unless eval.temperature does not change the responses of a frontier."""
     at_one: list[list[float]] = []
 
-    def hear(_: str, batch: TensorDictBase, rows: list[int]) -> None:
+    def on_batch(_: str, batch: TensorDictBase, rows: list[int]) -> None:
         at_one.extend(batch["reward_raw"].sum(-1).view(len(rows), -1).tolist())
 
-    evaluate(Words(), num_samples=4, greedy=False)(0, on_batch=hear)
+    evaluate(Words(), num_samples=4, greedy=False)(0, on_batch=on_batch)
     found = sample(evaluate(Words(), temperature=0.2), 4)
     assert (found["rows"], found["reward"]) == ([0, 1, 2, 3], at_one)
 

@@ -21,7 +21,7 @@ class KLControllerBase:
 
     follows_kl = False  # the coefficient depends on the measured KL
     takes_rewards = False  # `update` takes KL rewards, -coeff * KL, not KL values
-    k3_share = 0.0  # share of k3 in the KL that it follows; the rest is k1
+    k3_weight = 0.0  # of k3 in the KL that it follows; the rest is k1
 
     def __init__(self, coeff: float, *, model: Any = None) -> None:
         if not 0 <= coeff < math.inf:
@@ -210,11 +210,11 @@ class BudgetKLController(KLControllerBase):
         self.slope = 0.0
 
     @property
-    def k3_share(self) -> float:
-        """Return 2 t / (e^2t - 1), the share in the KL it follows, k1 + share (k3 - k1).
+    def k3_weight(self) -> float:
+        """Return w = 2 t / (e^2t - 1), the weight of k3 in the KL it follows, k1 + w (k3 - k1).
 
-        This share has the least noise if one token carries the full target t and its log-ratio is
-        normal. The mean is the KL at any share.
+        The mean is the KL at any weight: k1 and k3 have the same mean. This one has the least
+        noise if one token carries the full target t and its log-ratio is normal.
         """
         twice = min(2 * self.target, 700.0)
         return twice / math.expm1(twice)

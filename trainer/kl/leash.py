@@ -158,7 +158,7 @@ class Leash:
         """
         valid = 1 - metrics.get("reward/dropped_fraction", 0.0)
         for each in self.each:
-            kl, share = f"kl/{each.name}", each.controller.k3_share
+            kl, share = f"kl/{each.name}", each.controller.k3_weight
             measured = metrics.get(f"{kl}_sequence")
             if measured and share:
                 length = (

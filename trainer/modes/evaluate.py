@@ -84,10 +84,10 @@ def measure(loop: Trainer) -> dict[str, dict[str, float]]:
     samples = {name: env.group_size for name, env, _ in loop.evaluate.plans}
     responses: dict[str, list] = {name: [] for name in samples}
 
-    def hear(name: str, batch: TensorDictBase, _: list[int]) -> None:
+    def on_batch(name: str, batch: TensorDictBase, _: list[int]) -> None:
         responses[name] += read_responses(batch)
 
-    scores, _ = loop.evaluate(0, kind="eval", on_batch=hear)
+    scores, _ = loop.evaluate(0, kind="eval", on_batch=on_batch)
     gathered, out = loop.runtime.gather(responses), {}
     for name, count in samples.items():
         accuracy = {k: v for k, v in scores.items() if k.startswith(f"eval/{name}_accuracy")}

@@ -18,7 +18,7 @@ from rich.text import Text
 from trainer.observer import Observer
 from trainer.pages import summary
 from trainer.pages.formats import duration, one_line
-from trainer.runs.failures import silence
+from trainer.runs.failures import close_output
 from trainer.runs.run_files import dig, is_sweep, load_run
 from trainer.runs.run_log import TERMINAL
 
@@ -50,7 +50,7 @@ class Output(Console):
     def on_broken_pipe(self) -> None:
         """Discard further output; the run continues."""
         self.quiet = True
-        silence()
+        close_output()
 
 
 class GiveWay:

@@ -123,10 +123,10 @@ def say(text: str) -> None:
             TERMINAL.info(text)
             print(text, flush=True)
     except OSError:  # the run continues
-        silence()
+        close_output()
 
 
-def silence() -> None:
+def close_output() -> None:
     """Discard stdout: its reader has ended (`python train.py | head`), or its disk is full."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

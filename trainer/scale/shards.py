@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from policies.models.sharding import Unsharded, shard, share
+from policies.models.sharding import Unsharded, shard, tie
 from policies.protocols import Policy
 from policies.scorer import Scorer
 from trainer.runtime import TIMEOUT, Runtime
@@ -76,7 +76,7 @@ def shard_all(
         if scorer is main or not isinstance(scorer, Scorer):
             continue
         if scorer.model is main.model:  # with another or no adapter
-            share(scorer, main)
+            tie(scorer, main)
         else:
             shard(scorer, mesh, offload=offload)
 

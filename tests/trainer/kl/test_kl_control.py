@@ -86,7 +86,7 @@ def test_a_budget_follows_the_mean_of_k1_and_k3_with_the_least_noise(target):
     noise = torch.randn(400_000, generator=draw, dtype=torch.float64)
     x = target + math.sqrt(2 * target) * noise  # log policy - log reference, E exp(-x) = 1
     k3 = (-x).expm1() + x
-    share = BudgetKLController(0.1, target=target).k3_share
+    share = BudgetKLController(0.1, target=target).k3_weight
     spread = {s: (x + s * (k3 - x)).std().item() for s in (0.8 * share, share, 1.2 * share, 0.0)}
     assert min(spread, key=lambda s: spread[s]) == share
     leash = Leash(BudgetKLController(0.1, target=target))

@@ -154,7 +154,7 @@ def test_the_rank_that_failed_is_the_reason_and_ends_the_others(
     script, tmp_path, monkeypatch, how, reason
 ):
     monkeypatch.setenv("HOW", how)
-    monkeypatch.setattr("trainer.runs.launch.PATIENCE", 0.5)
+    monkeypatch.setattr("trainer.runs.launch.RANK_EXIT_SECONDS", 0.5)
     with pytest.raises(RuntimeError) as caught:
         run_here(script, tmp_path / "a run", ranks=2)
     assert outcome(tmp_path / "a run") == ("failed", str(caught.value))
