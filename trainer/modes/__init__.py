@@ -36,4 +36,6 @@ def run_mode(loop: "Trainer", settings: dict[str, Any]) -> float:
 
 def dry_run(parts: Any, settings: dict[str, Any], folder: Path) -> float:
     """Print what the GPUs of a run would hold; return the number of problems."""
-    return import_module("trainer.scale.cluster").run(parts, settings, folder)
+    from trainer.scale import cluster  # a run does not need it
+
+    return cluster.run(parts, settings, folder)

@@ -262,7 +262,7 @@ def shared(make: Any, td: TensorDict, want: torch.Tensor, **given: Any) -> None:
 def own_ray() -> Iterator[None]:
     """Start Ray so that its actors find these files, and end it."""
     before = dict(os.environ)
-    folders = [ROOT, ROOT / "tests/specification", ROOT / "tests/support"]
+    folders = [ROOT, *(ROOT / "tests" / name for name in ("specification", "support", "envs"))]
     paths = [*map(str, folders), before.get("PYTHONPATH", "")]
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths)}
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
