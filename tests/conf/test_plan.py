@@ -43,7 +43,7 @@ OF_TEACHERS -= {"teacher.estimator", "teacher.controller"}  # not tried
 MAKE_TEACHERS = {"teacher.reference", "teacher.hint"}
 OF_REFERENCES = {"kl.reference", "kl.refresh_every", "kl.refresh_decay"}
 OF_REFERENCES |= {"kl.reference_temperature", "kl.hint"}
-EXACT = ("grpo_full", "distil")  # the default of algorithm=distil is kl=teacher
+EXACT = ("grpo_full", "distil")  # the default of algorithm=distil is kl=distil
 OF_SAMPLING = {"algorithm.group_size", "trainer.overlap", "kl.allow_biased"}
 OF_DATA = {"env.eval_dataset", "env.split", "env.eval_split"}
 OF_DATA |= {f"env.columns.{name}" for name in ("messages", "question", "answer")}
