@@ -32,7 +32,6 @@ from benchmarks.yardstick_page import (
     about,
     charts,
     fill,
-    grid,
     logged_kl,
     points,
     table,
@@ -40,6 +39,7 @@ from benchmarks.yardstick_page import (
 from policies.cache import write_text
 from policies.models.find import find_model
 from trainer.kl.frontier import FILE, Frontier, read_frontier
+from trainer.pages.chart import standalone
 from trainer.pages.frontier_chart import sample_frontier
 from trainer.runs.run_files import load_run, read_lines
 
@@ -211,7 +211,7 @@ def report(folder: Path, page: Path) -> None:
             runs[name] = [json.loads(path.read_text()) for path in paths]
     parts = [about(next(iter(runs.values())))]
     parts += [table(CASES[name], group, frontiers[name]) for name, group in runs.items()]
-    page.with_suffix(".svg").write_text(grid([charts(CASES[n], runs[n]) for n in runs]))
+    page.with_suffix(".svg").write_text(standalone([charts(CASES[n], runs[n]) for n in runs]))
     page.write_text(fill(page.read_text() if page.is_file() else "", "\n\n".join(parts)))
     print(f"{page}\n{page.with_suffix('.svg')}")
 

@@ -12,7 +12,7 @@ import psutil
 
 from benchmarks.measure import markdown
 from trainer.kl.frontier import ACCURACY, EVAL_KL, Frontier
-from trainer.pages.chart import CSS, Series, line_chart
+from trainer.pages.chart import Series, line_chart
 
 LIBRARIES = ("leash", "TRL")
 Record = dict[str, Any]  # of a run: points, evaluation, seconds, memory
@@ -180,22 +180,6 @@ def charts(case: Case, runs: Sequence[Record]) -> list[str]:
         unit = f"reward, mean of {case.window} iterations"
         out.append(line_chart(series, title=case.title, unit=unit, x_label=label))
     return out
-
-
-def grid(rows: Sequence[Sequence[str]], *, width: int = 360, height: int = 220) -> str:
-    """Put charts of one size into an SVG document with style sheet and background."""
-    wide, high = max(map(len, rows)) * (width + 24) - 24, len(rows) * (height + 20) - 20
-    size = f'width="{wide + 32}" height="{high + 24}"'
-    paper = f'<g class="chart"><rect class="paper" x="-16" y="-12" {size} rx="8"/></g>'
-    placed = (
-        f'<g transform="translate({j * (width + 24)} {i * (height + 20)})">{chart}</g>'
-        for i, row in enumerate(rows)
-        for j, chart in enumerate(row)
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-16 -12 {wide + 32} {high + 24}" '
-        f"{size}><style>{CSS}</style>{paper}{''.join(placed)}</svg>\n"
-    )
 
 
 def about(runs: Sequence[Record]) -> str:

@@ -50,7 +50,7 @@ def picture() -> str:
     ]
     title, x_label = "One token: k3 has a tail", "log(policy / reference), nats"
     drawn.append(line_chart(curves, title=title, unit="nats", x_label=x_label, **SIZE))
-    return standalone(drawn, **SIZE)
+    return standalone([drawn], **SIZE)
 
 
 def _curve(name: str, kls: list, which: int) -> Series:

@@ -16,7 +16,7 @@ from trainer.pages.formats import short
 
 CSS = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
 HUES = 8  # of chart.css
-MOST_POINTS = 400  # of a curve, for runs of any length
+MOST_POINTS = 4000  # of a chart, for runs of any length; of a curve at most a tenth of them
 _DASHES = ("", "5 3", "1.5 3", "8 3 1.5 3")
 _WIDE = set("mwMWGOQ@%")
 Points = Sequence[tuple[float, float]]
@@ -163,7 +163,7 @@ def line_chart(
 
     `named`: with a legend; `least`: a value that the axis includes; `bounds`: horizontal lines.
     """
-    curves = [(s, _thin(s.points)) for s in series]
+    curves = [(s, _thin(s.points, len(series))) for s in series]
     bounds = bounds or {}
     least = max(least, *bounds.values(), 0.0)
     span = data_range(*([y for _, y in points] for _, points in curves), least=least)
@@ -209,7 +209,7 @@ def stack_chart(series: Sequence[Series], *, title: str, unit: str) -> str:
 
     A missing iteration of a series counts as 0.
     """
-    parts = [(s, dict(_thin(s.points))) for s in series]
+    parts = [(s, dict(_thin(s.points, len(series)))) for s in series]
     xs = sorted({x for _, values in parts for x in values})
     roofs = [[0.0] * len(xs)]
     for _, values in parts:
@@ -228,17 +228,20 @@ def stack_chart(series: Sequence[Series], *, title: str, unit: str) -> str:
     return chart.svg()
 
 
-def standalone(charts: Sequence[str], *, width: int, height: int) -> str:
-    """Put charts of one size side by side into an SVG document with style sheet and background."""
-    step = width + 24
-    full = len(charts) * step - 24
-    size = f'width="{full + 32}" height="{height + 24}"'
-    plain = (re.sub(r" data-plot='[^']*'", "", chart) for chart in charts)
-    placed = (f'<g transform="translate({i * step})">{c}</g>' for i, c in enumerate(plain))
+def standalone(rows: Sequence[Sequence[str]], *, width: int = 360, height: int = 220) -> str:
+    """Put rows of charts of one size into an SVG document with style sheet and background."""
+    wide, high = max(map(len, rows)) * (width + 24) + 8, len(rows) * (height + 20) + 4
+    size = f'width="{wide}" height="{high}"'
     paper = f'<g class="chart"><rect class="paper" x="-16" y="-12" {size} rx="8"/></g>'
+    placed = (
+        f'<g transform="translate({j * (width + 24)} {i * (height + 20)})">{chart}</g>'
+        for i, row in enumerate(rows)
+        for j, chart in enumerate(row)
+    )
+    charts = re.sub(r" data-plot='[^']*'", "", "".join(placed))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-16 -12 {full + 32} {height + 24}" '
-        f"{size}><style>{CSS}</style>{paper}{''.join(placed)}</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-16 -12 {wide} {high}" '
+        f"{size}><style>{CSS}</style>{paper}{charts}</svg>\n"
     )
 
 
@@ -279,9 +282,9 @@ def data_range(*curves: Sequence[float], least: float = 0.0) -> tuple[float, flo
     return (0.0 if -1e-2 * hi <= lo <= 0.6 * hi else lo), hi
 
 
-def _thin(points: Points) -> Points:
-    """Average neighbours to at most MOST_POINTS points."""
-    size = math.ceil(len(points) / MOST_POINTS)
+def _thin(points: Points, curves: int) -> Points:
+    """Average neighbours, so that all curves of a chart have at most MOST_POINTS points."""
+    size = math.ceil(len(points) * max(curves, 10) / MOST_POINTS)
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     return [(g[-1][0], sum(y for _, y in g) / len(g)) for g in groups]
 

@@ -121,7 +121,7 @@ def draw_sweep(
     return chart.svg()
 
 
-def draw_run(run: Run, frontier: Frontier, *, width: int = 360, height: int = 260) -> str:
+def draw_run(run: Run, frontier: Frontier) -> str:
     """Draw the path of a run's evaluations below the optimal frontier."""
     points = held_out(run, frontier.metric)
     if not points:
@@ -132,7 +132,7 @@ def draw_run(run: Run, frontier: Frontier, *, width: int = 360, height: int = 26
     lines = FrontierLines(frontier, frontier.metric, most=max(*kls, 0.5))
     unit = "line: the best there is; diamonds: best of 2, 4 ... responses"
     title = f"{label.capitalize()} against KL, held-out prompts"
-    chart = Chart(title, unit, width=width, height=height)
+    chart = Chart(title, unit, height=260)
     kl_axes(chart, max(*kls, 0.5), [*values, *lines.range])
     lines.draw(chart, label)
     dashed = "stroke:var(--hue0);stroke-width:1;stroke-dasharray:2 4"

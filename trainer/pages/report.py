@@ -41,7 +41,7 @@ def run_svg(folder: str | Path) -> str:
     shown = [chart for chart in charts if chart][:2]
     if not shown:
         raise ValueError(f"expected metrics in {run.folder}/metrics.jsonl, got none to draw")
-    return standalone(shown, width=360, height=220)
+    return standalone([shown])
 
 
 def _values(run: Run, state: str) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def sweep_svg(folder: str | Path) -> str:
     frontier = find_sweep_frontier(sweep)
     by = frontier.metric if frontier else REWARD
     picture = draw_sweep(sweep.jobs, width=480, height=340, by=by, frontier=frontier)
-    return standalone([picture], width=480, height=340)
+    return standalone([[picture]], width=480, height=340)
 
 
 def _values(sweep: Sweep) -> dict[str, Any]:

@@ -124,6 +124,17 @@ def test_a_long_run_is_drawn_small_smooth_and_with_its_last_value():
     assert line[100][1] == pytest.approx(sum(near) / len(near), abs=0.11)  # 0.1 pixel
 
 
+def test_the_curves_of_200_jobs_are_drawn_small_with_their_means():
+    jobs = [Series(f"job {job}", [(i, float(job)) for i in range(500)], job) for job in range(200)]
+    svg = line_chart(jobs, title="t", unit="u", named=False)
+    assert len(svg) < 2**20 / 7, "a page of a sweep has seven charts"
+    picture = Picture(svg)
+    lines = picture.paths("line")
+    assert len(lines) == 200
+    for job, line in enumerate(lines):
+        assert [picture.value(y) for _, y in line] == pytest.approx([job] * len(line), abs=0.2)
+
+
 # The page of a run that goes on.
 
 
