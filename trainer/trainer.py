@@ -31,7 +31,8 @@ from trainer.kl.reference import NoReference, Reference
 from trainer.metrics import summarize
 from trainer.observer import Observer
 from trainer.resuming import Progress, restore_run
-from trainer.runtime import Runtime, Stopped, check_agreement, peak_flops, peak_memory, recorder
+from trainer.runtime import Runtime, Stopped, check_agreement, peak_memory, recorder
+from trainer.speed import Clock, count_tokens, speeds
 from trainer.transcripts import transcripts
 from trainer.update import Update
 from trainer.weight_sync import SyncResult, push_weights, weight_sync
@@ -116,7 +117,7 @@ class Trainer:
             batch = reference(batch, keep_states=exact is not None and exact.name == name)
         return batch
 
-    def _batch(self, i: int, clock: "Clock") -> TensorDictBase:
+    def _batch(self, i: int, clock: Clock) -> TensorDictBase:
         """Return the batch with its KL; at a stop, save the state before iteration `i`."""
         states = self._states()
         try:
@@ -150,16 +151,10 @@ class Trainer:
         elif self.progress.unevaluated is not None:
             self._evaluate(self.progress.unevaluated, kind="eval")
 
-    def _count(self, batch: TensorDictBase, metrics: dict[str, float], clock: "Clock") -> None:
+    def _count(self, batch: TensorDictBase, metrics: dict[str, float], clock: Clock) -> None:
         """Count the iteration in `progress`; add the progress, time and perf metrics."""
-        tokens = float(batch.get(("masks", "all_attention_mask")).sum())
-        sums = {"tokens": tokens, "samples": float(batch.batch_size[0])}
-        response = batch.get(("masks", "all_response_mask"), None)
-        sums["sampled"] = 0.0 if response is None else float(response.sum())
-        ids = batch.get("group_id", None) if self.policy.scorer.share_prompts else None
-        once = 1.0 if ids is None else len(ids.unique()) / len(ids)  # share of computed prompts
-        sums["computed"] = sums["sampled"] + once * (tokens - sums["sampled"])
-        total = self.runtime.all_reduce_sum(sums)
+        counts = count_tokens(batch, share_prompts=self.policy.scorer.share_prompts)
+        total = self.runtime.all_reduce_sum(counts)
         self.progress.iteration += 1
         self.progress.tokens += int(total["tokens"])
         self.progress.samples += int(total["samples"])
@@ -171,29 +166,17 @@ class Trainer:
             "progress/samples": self.progress.samples,
         }
         metrics |= clock.seconds()
-        metrics |= self._speeds(total, metrics)
+        metrics |= speeds(
+            total,
+            metrics,
+            update=self.update,
+            skipped=metrics.get("optim/early_stopped", 0.0),
+            scored=self.retrieve_kl.scorer is not None,
+            device=self.runtime.device,
+            ranks=self.runtime.ranks,
+        )
         memory = {"perf/peak_memory_gib": peak_memory(self.runtime.device) / 2**30}
         metrics |= self.runtime.all_reduce_max(memory)
-
-    def _speeds(self, total: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
-        """Return the tokens per second of the iteration and its phases, and the update's MFU."""
-        update_s, skipped = metrics["time/update_s"], metrics.get("optim/early_stopped", 0.0)
-        learnt = total["tokens"] * self.update.epochs * (1 - skipped)
-        speeds = {
-            "perf/tokens_per_s": total["tokens"] / max(metrics["time/iteration_s"], 1e-9),
-            "perf/update_tokens_per_s": learnt / update_s,
-        }
-        if total["sampled"]:
-            sample_s = metrics.get("time/sample_s", metrics["time/collect_s"])
-            speeds["perf/collect_tokens_per_s"] = total["sampled"] / sample_s
-        if self.retrieve_kl.scorer is not None:
-            speeds["perf/score_tokens_per_s"] = total["tokens"] / metrics["time/score_s"]
-        if peak := peak_flops(self.runtime.device):  # frozen weights have no gradient of their own
-            weights = self.update.scorer.parameters()
-            each = sum(p.numel() * (6 if p.requires_grad else 4) for p in weights)
-            computed = learnt * total["computed"] / total["tokens"]
-            speeds["perf/mfu"] = each * computed / update_s / (peak * self.runtime.ranks)
-        return speeds
 
     def _log(self, batch: TensorDictBase, metrics: dict[str, float]) -> None:
         """Log the metrics and sample responses; stop early or evaluate if due."""
@@ -312,21 +295,3 @@ class Trainer:
             "parts": self._states(),
             "early_stopping": self.early_stopping.state_dict(),
         }
-
-
-class Clock:
-    """Measure the seconds of each phase of an iteration."""
-
-    def __init__(self) -> None:
-        self.start = self.last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        """End a phase."""
-        now = time.perf_counter()
-        self.laps[name], self.last = now - self.last, now
-
-    def seconds(self) -> dict[str, float]:
-        """Return time/<phase>_s and time/iteration_s."""
-        out = {f"time/{name}_s": value for name, value in self.laps.items()}
-        return out | {"time/iteration_s": time.perf_counter() - self.start}
