@@ -107,7 +107,7 @@ class Evaluate:
     ) -> tuple[dict[str, float], list]:
         """Return the metrics and one sampled record per row of this rank.
 
-        `on_progress(share)` is called before each batch, `on_batch(plan, responses, rows)` after
+        `on_progress(fraction)` is called before each batch, `on_batch(plan, responses, rows)` after
         it.
         """
         efficiency = self.efficiency
@@ -125,15 +125,15 @@ class Evaluate:
             more, _ = self.beside(
                 iteration,
                 kind=kind,
-                on_progress=lambda share, label=about: on_progress(share, label),
+                on_progress=lambda fraction, label=about: on_progress(fraction, label),
             )
             scores |= {name_of_training(name): value for name, value in more.items()}
         return scores, records
 
     def _sample_reference(self, efficiency: Efficiency, on_progress: Callable[..., None]) -> None:
-        """Sample the untrained policy; calls `on_progress(share, label)`."""
+        """Sample the untrained policy; calls `on_progress(fraction, label)`."""
         label = f"sampling the reference: {len(self.rows)} prompts x {efficiency.samples} samples"
-        responses = sample(self, efficiency.samples, lambda share: on_progress(share, label))
+        responses = sample(self, efficiency.samples, lambda fraction: on_progress(fraction, label))
         efficiency.begin(responses, write=self.runtime.is_main)
 
     def _play(self, iteration: int, kind: str, progress: Any, on_batch: Any) -> tuple[dict, list]:
@@ -145,8 +145,8 @@ class Evaluate:
             env = self.env.with_group_size(size)  # copies the current transforms
             sums = dict.fromkeys(("right", "solved", "reward", "rows", "kl", "tokens"), 0.0)
             sums |= {f"{kind} {label}": 0.0 for label in self.labels for kind in ("right", "rows")}
-            for share, part in self._parts(size):
-                progress((done + size * share) / responses)
+            for fraction, part in self._parts(size):
+                progress((done + size * fraction) / responses)
                 if kind != "after":  # a trained run finishes its last evaluation
                     self.runtime.check_stop()  # equally often on every rank, even without rows
                 if not part:
@@ -171,8 +171,8 @@ class Evaluate:
                 continue
             out[f"eval/{name}_accuracy"] = total["right"] / (rows * size)
             for label in sorted(filter(None, set(self.labels))):
-                share = total[f"right {label}"] / max(total[f"rows {label}"] * size, 1.0)
-                out[f"eval/{name}_accuracy/{label}"] = share
+                fraction = total[f"right {label}"] / max(total[f"rows {label}"] * size, 1.0)
+                out[f"eval/{name}_accuracy/{label}"] = fraction
             if size > 1:  # at k = all samples, the HumanEval estimator
                 out[f"eval/pass@{size}"] = total["solved"] / rows
             if first:
@@ -206,7 +206,7 @@ class Evaluate:
                 sums[f"rows{suffix}"] += counts
 
     def _parts(self, samples: int) -> Iterator[tuple[float, list[int]]]:
-        """Yield (share done, this rank's rows) per batch, equally often on every rank.
+        """Yield (fraction done, this rank's rows) per batch, equally often on every rank.
 
         Plans with fewer samples per row get more rows: all batches have one size.
         """

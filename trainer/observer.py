@@ -20,8 +20,8 @@ class Observer:
     def begin(self) -> None:
         """Start or resume the run."""
 
-    def evaluating(self, label: str, share: float, *, last: bool) -> None:
-        """Show the progress of an evaluation: a label and the share done, 0 to 1."""
+    def evaluating(self, label: str, fraction: float, *, last: bool) -> None:
+        """Show the progress of an evaluation: a label and the fraction done, 0 to 1."""
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Record the metrics of a finished iteration; 0: the evaluation before training."""

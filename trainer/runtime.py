@@ -185,14 +185,16 @@ class Runtime:
         finally:
             self.stop_immediately = False
 
-    def set_phase(self, phase: str, share: float | None = None) -> None:
-        """Write the current phase and the share done to status.json."""
+    def set_phase(self, phase: str, fraction: float | None = None) -> None:
+        """Write the current phase and the fraction done to status.json."""
         if not self._written:  # not entered: there is no status.json
             return
         if phase != self.status.get("phase"):
-            self.write_status(phase=phase, phase_since=round(time.time(), 2), phase_share=share)
+            self.write_status(
+                phase=phase, phase_since=round(time.time(), 2), phase_fraction=fraction
+            )
         elif time.monotonic() > self._written + 1:
-            self.write_status(phase_share=share)
+            self.write_status(phase_fraction=fraction)
 
     def write_status(self, **changes: Any) -> None:
         """Update status.json atomically (rank 0)."""

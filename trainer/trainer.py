@@ -201,9 +201,9 @@ class Trainer:
         """Evaluate, log and show sample responses."""
         iteration, states = self.progress.iteration, self._states()
 
-        def on_progress(share: float, label: str = f"evaluating {self.evaluate.about}") -> None:
-            self.runtime.set_phase("evaluate", share)
-            self.observers.evaluating(label, share, last=kind == "after")
+        def on_progress(fraction: float, label: str = f"evaluating {self.evaluate.about}") -> None:
+            self.runtime.set_phase("evaluate", fraction)
+            self.observers.evaluating(label, fraction, last=kind == "after")
 
         try:
             # The evaluation after training cannot be stopped.

@@ -104,8 +104,8 @@ class LinearKLController(KLControllerBase):
         return self._at()
 
     def _at(self) -> float:
-        share = min(self.done / max(self.total - 1, 1), 1.0)
-        return self._set(self.start + (self.end - self.start) * share)
+        fraction = min(self.done / max(self.total - 1, 1), 1.0)
+        return self._set(self.start + (self.end - self.start) * fraction)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the number of iterations done."""
@@ -223,8 +223,8 @@ class BudgetKLController(KLControllerBase):
         """Return the next coefficient; without values it stays."""
         if not (values := floats(kl_values)):
             return self.coeff
-        share = max(sum(values) / len(values) / self.target, math.exp(-1))
-        error = min(math.log(share), 1.0)
+        ratio = max(sum(values) / len(values) / self.target, math.exp(-1))
+        error = min(math.log(ratio), 1.0)
         if self.last is not None:
             self.slope += 0.5 * (error - self.last - self.slope)
         self.last = error

@@ -60,10 +60,10 @@ class Efficiency:
             self.frontier = read_frontier(self.path)
         if self.frontier is None or self.frontier.num_prompts != rows:
             return {}
-        share = self.frontier.efficiency_of(scores)
-        if share is None:
+        efficiency = self.frontier.efficiency_of(scores)
+        if efficiency is None:
             return {}
-        out = {"kl/efficiency": share}
+        out = {"kl/efficiency": efficiency}
         if self.frontier.rows != [*responses]:
             return out
         table = {n: np.array([each[n] for each in responses.values()]) for n in NAMES}  # [P, m]
@@ -73,7 +73,7 @@ class Efficiency:
             error = efficiency_error(self.frontier.of(metric), value.mean(1), kl.mean(1))
             out["kl/efficiency_error"] = error
         if metric == ACCURACY:
-            out |= split(value, kl, self.frontier.success, share * scores[EVAL_KL])
+            out |= split(value, kl, self.frontier.success, efficiency * scores[EVAL_KL])
         return out
 
 

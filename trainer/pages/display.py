@@ -81,7 +81,7 @@ class Bar(Progress):
 
 class _Evaluation(NamedTuple):
     label: str
-    share: float  # of the evaluation that is done
+    fraction: float  # of the evaluation that is done
     since: float  # of time.monotonic()
 
 
@@ -142,10 +142,10 @@ class Display(Observer):
             self._bar.start()
             sys.breakpointhook = GiveWay(self._stop_bar)
 
-    def evaluating(self, label: str, share: float, *, last: bool) -> None:
+    def evaluating(self, label: str, fraction: float, *, last: bool) -> None:
         before = going if (going := self._evaluating) and going.label == label else None
         now = time.monotonic()
-        self._evaluating = _Evaluation(label, share, before.since if before else now)
+        self._evaluating = _Evaluation(label, fraction, before.since if before else now)
         plain = self._bar is None and not self.brief
         if plain and (before is None or now > self._printed + 60):  # a log stays active
             self._printed = now
@@ -232,10 +232,10 @@ class Display(Observer):
         if (going := self._evaluating) is None:
             return ""
         seconds = time.monotonic() - going.since
-        left = seconds / going.share - seconds if going.share else 0.0
-        about = f", about {duration(left)} left" if going.share else ""
+        left = seconds / going.fraction - seconds if going.fraction else 0.0
+        about = f", about {duration(left)} left" if going.fraction else ""
         hint = "; fewer rows: eval.max_rows=<n>" if not self._iteration and left > 180 else ""
-        return f"{going.label}: {going.share:.0%}, {duration(seconds)}{about}{hint}"
+        return f"{going.label}: {going.fraction:.0%}, {duration(seconds)}{about}{hint}"
 
     def _left(self) -> str:
         """Return the time left, including the final evaluation."""

@@ -139,8 +139,8 @@ def draw_run(run: Run, frontier: Frontier) -> str:
     chart.path(zip(kls, values, strict=True), dashed)
     for iteration, value, kl in zip(iterations, values, kls, strict=True):
         got = frontier.efficiency(frontier.metric, value, kl)
-        share = "" if got is None else f", efficiency {got:.2f}"
-        tip = f"iteration {iteration:g}: {label} {value:.3f}, KL {kl:.3f}{share}"
+        efficiency = "" if got is None else f", efficiency {got:.2f}"
+        tip = f"iteration {iteration:g}: {label} {value:.3f}, KL {kl:.3f}{efficiency}"
         chart.dot(kl, value, "fill:var(--hue0)", radius=4, tip=tip)
     return chart.svg()
 

@@ -17,7 +17,7 @@ from trainer.pages.page import PATIENCE
 from trainer.pages.report import run_svg, write_report
 
 log = logging.getLogger(__name__)
-SECONDS, SHARE = 30.0, 0.02  # least time between pages; largest share of it for writing
+SECONDS, SHARE = 30.0, 0.02  # least time between pages; largest fraction of it for writing
 CELL_SECONDS = 1.0  # least time between pictures in a notebook
 
 
@@ -32,7 +32,7 @@ class LiveReport(Observer):
     def begin(self) -> None:
         self._write()
 
-    def evaluating(self, label: str, share: float, *, last: bool) -> None:
+    def evaluating(self, label: str, fraction: float, *, last: bool) -> None:
         self._refresh()  # an old page looks like a dead run
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:

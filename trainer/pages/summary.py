@@ -38,8 +38,8 @@ def tiles(run: Run) -> dict[str, str]:
     if kls := [kl for at, kl in run.series("eval/kl_ref_sequence") if at]:
         out["KL of the held-out responses, nats"] = nats(kls[-1])
     if run.metrics:
-        if (share := number(run.metrics[-1].get("kl/efficiency"))) is not None:
-            out["KL efficiency"] = short(share)
+        if (efficiency := number(run.metrics[-1].get("kl/efficiency"))) is not None:
+            out["KL efficiency"] = short(efficiency)
         total = number(dig(run.config, "trainer", "num_iterations"))
         done = f"{run.metrics[-1]['progress/iteration']:g}"
         out["iterations"] = f"{done} of {total:g}" if total else done

@@ -87,15 +87,15 @@ class SFTLoss(LossModule):
             raise ValueError(f"expected assistant tokens in each sample; samples {empty} have none")
         curr = aligned(out, keys.log_probs, real, ragged=ragged)  # [B, T]
         # Weights of the log-probs: the objective sums over a row, or averages it.
-        share = mask / (mask.sum(-1, keepdim=True) if self.normalize else 1)  # [B, T]
+        weight = mask / (mask.sum(-1, keepdim=True) if self.normalize else 1)  # [B, T]
         batch, more = TensorDict(loss_mask=mask, batch_size=[len(mask)]), {}
         if self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft":
             ref = aligned(td, keys.ref_log_prob, real, ragged=ragged).detach()  # [B, T]
-            batch["ref_log_probs", "full"] = ref.where(mask, 0.0) * share
+            batch["ref_log_probs", "full"] = ref.where(mask, 0.0) * weight
             if self.kl_to_ref_coeff is not None:
                 kl = masked_mean(k3(curr - ref), mask)
                 more = {"kl_to_ref": kl.detach(), "loss_kl_to_ref": self.kl_to_ref_coeff * kl}
-        terms = self.objective(Scores(curr.where(mask, 0.0) * share), batch)
+        terms = self.objective(Scores(curr.where(mask, 0.0) * weight), batch)
         loss = self.factor * terms.loss["policy"].where(mask, 0.0).sum(-1)  # [B]
         reduced = {"mean": loss.mean, "sum": loss.sum, "none": lambda: loss}[self.reduction]()
         return SFTLossOutput(loss_sft=reduced, **more, batch_size=[])

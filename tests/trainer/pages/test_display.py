@@ -50,9 +50,9 @@ def test_a_log_file_gets_one_plain_line_per_iteration_with_the_time_left(tmp_pat
     """Beside what the docstring of Display shows."""
     folder, file = write_status(tmp_path, seconds=84.2), io.StringIO()
     display = begun(3, title="grpo_tiny", folder=folder, file=file)
-    for share in (0.0, 0.25, 0.5):  # a line a minute
-        display.evaluating("evaluating 40 prompts", share, last=False)
-        age(display, 25 if share else 61)
+    for fraction in (0.0, 0.25, 0.5):  # a line a minute
+        display.evaluating("evaluating 40 prompts", fraction, last=False)
+        age(display, 25 if fraction else 61)
     display.log({"eval/sampled_accuracy": 0.25}, 0)
     display.log({"reward/mean": 0.5, "kl/ref_sequence": -0.0004, "time/iteration_s": 90.0}, 2)
     last = {"reward/mean": 0.75, "eval/sampled_accuracy": 0.5, "time/iteration_s": 30.0}

@@ -72,7 +72,7 @@ def test_tiles_and_captions_warn_of_what_the_run_did(tmp_path, name, tiles, warn
 def test_a_page_reloads_itself_while_its_run_goes_on_and_says_what_it_does(tmp_path):
     (tmp_path / "config.yaml").write_text("trainer: {num_iterations: 30}")
     write_lines(tmp_path, *[{"reward/mean": 0.5, "time/iteration_s": 8.0}] * 12)
-    phase = {"phase": "evaluate", "phase_since": time.time() - 75, "phase_share": 0.4}
+    phase = {"phase": "evaluate", "phase_since": time.time() - 75, "phase_fraction": 0.4}
     write_status(tmp_path, state="running", **phase)
     with locked(tmp_path):
         page = Page(write_report(tmp_path))
