@@ -39,7 +39,6 @@ class LLMWrapperBase(ChatPolicy):
     """Generate with or score by a language model; input and output are one TensorDict.
 
     A subclass implements `_draw` to generate and `_logits` to score, and may replace `_log_probs`.
-    ChatPolicy describes further arguments, seeds and log-probs.
 
     model, tokenizer: objects, folders or names; the default tokenizer is that of the named model.
     input_mode: the kind of input at `input_key`: "history", "text" or "tokens".
@@ -52,8 +51,15 @@ class LLMWrapperBase(ChatPolicy):
     device: of the model (a named one is loaded there): inputs move there and outputs back.
     num_samples: responses per prompt, in an additional batch dimension.
     chat_template_name, chat_template: a known template, or its Jinja text or file.
+    *_key: the key of each output; None leaves it out.
     batching: run rows of several threads together, see BatchQueue; sizes alone enable it.
     prefer_tokens: ids have priority over the history or text; False renders even if ids exist.
+    score_mask_key: a bool mask [B, T]; only its tokens are scored, the others are 0.
+    micro_batch_tokens: the maximum of padded tokens in one scoring forward.
+
+    A `stream` [B] in the input seeds each row; otherwise torch's generator does.
+    Log-probs of a response are those of the sampling distribution (temperature, top-p, ...), scores
+    those of the full distribution at the temperature.
     """
 
     def __init__(
