@@ -1,1 +1,1 @@
-"""The policy as a TensorDict module: the shared base, and one or two files per engine."""
+"""The policy as a TensorDict module: of a run, with TorchRL's options, and on each engine."""

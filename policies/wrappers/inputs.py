@@ -51,13 +51,23 @@ class Sequences:
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """The prompts of a call: ids, the seed of each row, and the chats if they were read."""
+
+    ids: Sequences
+    streams: Tensor  # [B]
+    chats: History | None
+    records: Records | None  # the messages of `chats`
+
+
+@dataclass(frozen=True)
 class InputReader:
     """Read ids, histories and texts with the keys and tokenizer of a wrapper.
 
     `key` is the key of the wrapper's `input_mode`.
     """
 
-    policy: Any  # an LLMWrapperBase
+    policy: Any  # a ChatPolicy
     key: NestedKey
 
     def records(self, td: TensorDictBase) -> Records | None:

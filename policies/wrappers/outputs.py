@@ -11,10 +11,11 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from policies.chats.containers import LogProbs, Masks, Tokens
+from policies.chats.containers import ChatHistory, LogProbs, Masks, Tokens
+from policies.chats.history import History
 from policies.padding import compact, inner, is_ragged, unpad
 from policies.sampler import Sampled
-from policies.wrappers.inputs import Sequences
+from policies.wrappers.inputs import Prompts, Sequences
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,17 @@ class OutputFormat:
             inside = {name: self.part(kind, name, full, mask) for name, mask in parts.items()}
             done[kind] = self.store(kind, {"full": (full, real), **inside})
         return done
+
+
+def generated_chats(prompts: Prompts, responses: list[str], complete: list[bool]) -> ChatHistory:
+    """Return the histories of prompts, of responses and of both."""
+    turns = [
+        [{"role": "assistant", "content": text, "is_complete": done}]
+        for text, done in zip(responses, complete, strict=True)
+    ]
+    both = [[*chat, *turn] for chat, turn in zip(prompts.records or [], turns, strict=True)]
+    response, full = History.from_records(turns), History.from_records(both)
+    return ChatHistory(prompt=prompts.chats, response=response, full=full, batch_size=[len(turns)])
 
 
 def update_in_place(out: TensorDictBase, target: TensorDictBase) -> TensorDictBase:

@@ -30,9 +30,6 @@ class TransformersWrapper(LLMWrapperBase):
 
     def _set_model(self, model: Any) -> None:
         self.scorer = model if isinstance(model, Scorer) else Scorer(model)
-        self._settings["model"] = self.scorer  # every version shares it, autocast included
-        if self.pad_model_input is False:
-            self.scorer.check_packing()
 
     @property
     def model(self) -> nn.Module:
@@ -86,4 +83,4 @@ class TransformersWrapper(LLMWrapperBase):
         return parts[0] if len(parts) == 1 else Sampled.of_parts(parts)
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
-        return self.scorer.logits(tokens, attention, **self._packing())
+        return self.scorer.logits(tokens, attention, **self.scoring_options)

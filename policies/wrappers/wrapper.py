@@ -1,42 +1,41 @@
-"""The policy as a TensorDict module: the base of all engines.
+"""TorchRL's options for a policy: the base of all engines.
 
-A wrapper either generates (prompt -> response) or scores (full -> log-probs). inputs.py reads and
-outputs.py writes; an engine computes on token ids.
-Token in, token out: in any input mode existing ids are used for generation and scores; a history or
-text is tokenised only without ids.
-Alignment: entry t of a `full` belongs to token t; unscored entries are 0.
+chat_policy.py is what a training run needs. LLMWrapperBase adds input as text or ids, ragged
+outputs, several samples of a prompt, other targets, calls of several threads together, packed
+scoring, and the distributions for losses. It overrides `forward`, `reader`, `_prompts`,
+`_generate`, `_add_chats`, `_score`, `_log_probs`, `calls` and `_output_format`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 from weakref import ref
 
 import torch
-from tensordict import TensorDict, TensorDictBase, unravel_key
-from tensordict.nn import TensorDictModuleBase
-from torch import Tensor, nn
+from tensordict import TensorDictBase, unravel_key
+from torch import Tensor
 from torch.distributions import Categorical
 
 from policies.chats.chat_template import Renderer
-from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from policies.chats.containers import ChatHistory, Text, Tokens
 from policies.chats.history import History
 from policies.distributions.sequences import LLMMaskedCategorical
-from policies.models.find import find_model, load_model, load_tokenizer, token_ids
+from policies.models.find import find_model, load_model, load_tokenizer
 from policies.padding import predicted, unpad
 from policies.random import fold
-from policies.sampler import Sampled, Stop
-from policies.scorer import max_positions, score_in_parts
+from policies.sampler import Sampled
+from policies.scorer import Scorer
 from policies.wrappers.batching import BatchedCalls, BatchQueue
+from policies.wrappers.chat_policy import ChatPolicy
 from policies.wrappers.generate_kwargs import GenerateKwargs
-from policies.wrappers.inputs import InputReader, NestedKey, Records, Sequences, flat
+from policies.wrappers.inputs import InputReader, NestedKey, Prompts, Sequences, flat
 from policies.wrappers.outputs import OutputFormat, input_device, update_in_place
 from policies.wrappers.token_dists import TokenDists, show_rows
 
 InputMode = Literal["history", "text", "tokens"]
 
 
-class LLMWrapperBase(TensorDictModuleBase):
+class LLMWrapperBase(ChatPolicy):
     """Generate with or score by a language model; input and output are one TensorDict.
 
     A subclass implements `_draw` to generate and `_logits` to score, and may replace `_log_probs`.
@@ -96,83 +95,67 @@ class LLMWrapperBase(TensorDictModuleBase):
         score_mask_key: NestedKey | None = None,
         micro_batch_tokens: int | None = None,
     ) -> None:
-        super().__init__()
         settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        self.return_log_probs = return_log_probs is not False and log_probs_key is not None
-        need_log_probs = generate and self.return_log_probs
-        self.limits = GenerateKwargs.read(generate_kwargs or {}, log_probs=need_log_probs)
-        _check_settings(settings, self.limits)
-        self.tokenizer_kwargs = _tokenizer_options(tokenizer_kwargs or {}, input_mode)
-        self._batched: BatchedCalls | None = None  # runs the calls of several threads together
+        log_probs = return_log_probs is not False and log_probs_key is not None
+        limits = GenerateKwargs.read(generate_kwargs or {}, log_probs=generate and log_probs)
+        _check_settings(settings, limits)
+        options = _tokenizer_options(tokenizer_kwargs or {}, input_mode)
+        queue = None
         if batching or (batching is None and (min_batch_size or max_batch_size)):
             least = 1 if min_batch_size is None else min_batch_size
-            sizes = {"min_size": least, "max_size": max_batch_size, "timeout": batching_timeout}
-            self._batched = BatchedCalls(self, BatchQueue(**sizes))
-        for name, value in settings.items():
-            if name not in ("model", "device", "tokenizer_kwargs", "return_log_probs"):
-                setattr(self, name, value)
-        self.generate_kwargs = dict(generate_kwargs or {})
+            queue = BatchQueue(min_size=least, max_size=max_batch_size, timeout=batching_timeout)
+        model, tokenizer = _loaded(model, tokenizer, device)
+        if tokenizer is None and input_mode != "tokens":
+            raise ValueError(f"expected a tokenizer for input_mode={input_mode!r}, got none")
+        renderer = None
+        template = chat_template or chat_template_name or getattr(tokenizer, "chat_template", None)
+        if input_mode == "history" or (template and tokenizer is not None):
+            renderer = Renderer(tokenizer, chat_template, chat_template_name)
+        samples = num_samples or limits.num_samples
+        super().__init__(
+            model,
+            tokenizer=tokenizer,
+            renderer=renderer,
+            limits=limits,
+            generate=generate,
+            inplace=(samples is None) if inplace is None else inplace,
+            history_key=history_key,
+            text_key=text_key,
+            tokens_key=tokens_key,
+            masks_key=masks_key,
+            log_probs_key=log_probs_key,
+            score_mask_key=score_mask_key,
+            micro_batch_tokens=micro_batch_tokens,
+        )
+        self.input_mode, self.input_key = input_mode, input_key
+        self.attention_mask_key, self.prefer_tokens = attention_mask_key, prefer_tokens
+        self.generate_kwargs, self.tokenizer_kwargs = dict(generate_kwargs or {}), options
+        self.pad_output, self.layout = pad_output, layout
+        self.num_samples, self.return_log_probs = samples, log_probs
+        self.chat_template, self.chat_template_name = chat_template, chat_template_name
+        self.batching, self.batching_timeout = batching, batching_timeout
+        self.min_batch_size, self.max_batch_size = min_batch_size, max_batch_size
+        self._batched = None if queue is None else BatchedCalls(self, queue)
+        self.default_device = torch.device(device or "cpu")
+        self.pad_model_input = pad_model_input
+        if pad_model_input is False:
+            self.scoring_options = {"pack": True}
+            if isinstance(self.scorer, Scorer):
+                self.scorer.check_packing()
         self._settings = settings | {
+            # Every version shares the scorer, autocast included.
+            "model": self.model if self.scorer is None else self.scorer,
+            "tokenizer": tokenizer,
             "generate_kwargs": self.generate_kwargs,
             "tokenizer_kwargs": dict(tokenizer_kwargs or {}),
         }
-        self.num_samples = num_samples or self.limits.num_samples
-        self.inplace = (self.num_samples is None) if inplace is None else inplace
-        self.temperature, self.max_new_tokens = self.limits.temperature, self.limits.max_new_tokens
-        self.version = 0  # counts the weight syncs
-        self._load(model, tokenizer)
-        self._set_keys()
-
-    def _load(self, model: Any, tokenizer: Any) -> None:
-        """Store model and tokenizer, loaded if they are names, and derived attributes."""
-        if isinstance(tokenizer, str | Path):
-            tokenizer = load_tokenizer(find_model(str(tokenizer)))
-        if isinstance(model, str | Path):
-            files = find_model(str(model))
-            tokenizer = load_tokenizer(files) if tokenizer is None else tokenizer
-            model = load_model(files, device=self._settings["device"])
-        self._settings |= {"model": model, "tokenizer": tokenizer}
-        self.tokenizer = tokenizer
-        self._set_model(model)
-        wanted, actual = torch.device(self._settings["device"] or self.device), self.device
+        wanted, actual = torch.device(device or self.device), self.device
         if wanted.type != actual.type or wanted.index not in (None, actual.index):
             raise ValueError(f"expected the model on {wanted}, it is on {actual}; move it there")
-        if tokenizer is None and self.input_mode != "tokens":
-            raise ValueError(f"expected a tokenizer for input_mode={self.input_mode!r}, got none")
-        template = self.chat_template or self.chat_template_name
-        template = template or getattr(tokenizer, "chat_template", None)
-        self.renderer: Any = None
-        if self.input_mode == "history" or (template and tokenizer is not None):
-            self.renderer = Renderer(tokenizer, self.chat_template, self.chat_template_name)
-        ends = token_ids(getattr(self.model, "generation_config", None), "eos_token_id")
-        ends += token_ids(tokenizer, "eos_token_id")
-        ends += self.renderer.stop_ids if self.renderer else ()
-        eos_ids = self.limits.eos_token_id
-        self.stop_ids = frozenset(ends if eos_ids is None else eos_ids)
-        self.stop = Stop(self.stop_ids, self.limits.stop_finder(tokenizer))
-        pads = [self.limits.pad_token_id, *token_ids(tokenizer, "pad_token_id"), *ends, 0]
-        self.pad_token_id = next(i for i in pads if i is not None)
-        self.max_positions = max_positions(self.model)
-        if self.generate:
-            self.limits.check_positions(self.max_positions)
-
-    def _set_model(self, model: Any) -> None:
-        self.model, self.scorer = model, None
-
-    @property
-    def room(self) -> float:
-        """Return the most tokens of a prompt; inf = any."""
-        return self.limits.room(self.max_positions)
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the weights."""
-        weights = self.model.parameters() if isinstance(self.model, nn.Module) else iter(())
-        return next((w.device for w in weights), torch.device(self._settings["device"] or "cpu"))
+        self._set_keys()
 
     def _set_keys(self) -> None:
-        """Derive in_keys and out_keys."""
-        self._field = "prompt" if self.generate else "full"
+        """Derive in_keys and out_keys from the input mode."""
         self.in_keys = [self.input_key or self.key_of(self.input_mode, self._field)]
         keys = [None if self.input_mode == "tokens" else self.text_key]
         keys += [self.masks_key, self.tokens_key]
@@ -180,11 +163,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         keys += [self.history_key if self.input_mode == "history" else None]
         keys += ["policy_version", "temperature"] if self.generate else []
         self.out_keys = [key for key in keys if key is not None]
-
-    def key_of(self, container: str, field: str | None = None) -> NestedKey:
-        """Return the key of a container or its field; a container without a key has its name."""
-        name = getattr(self, f"{container}_key") or container
-        return name if field is None else unravel_key((name, field))
 
     def get_new_version(self, **changes: Any) -> "LLMWrapperBase":
         """Return a wrapper over the same weights with some constructor arguments changed.
@@ -220,8 +198,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         Outputs go to `tensordict_out`, else to the target of `inplace`. Scores are at the
         temperatures [B] at `temperature_key`, else at the wrapper's temperature.
         """
-        td = flat(tensordict)
-        out = self._generate(td) if self.generate else self._score(td, temperature_key)
+        out = self.outputs(flat(tensordict), temperature_key)
         if tensordict.ndim != 1:
             shape = (*tensordict.batch_size, *out.batch_size[1:])
             out = out.reshape(shape) if tensordict.ndim else out[0]
@@ -235,59 +212,47 @@ class LLMWrapperBase(TensorDictModuleBase):
             del out[self.history_key]  # the target keeps its input history
         return update_in_place(out, target)
 
-    # Generating.
+    # What ChatPolicy does for a run, with TorchRL's options.
 
-    def _generate(self, td: TensorDictBase) -> TensorDictBase:
-        """Return n responses to each prompt of td [B], [B, n]."""
-        reader = self.reader(td)
-        records = reader.records(td)
-        prompts = reader.prompts(td, records)
-        self.limits.check_lengths(prompts.attention, self.max_positions)
-        size, times = len(prompts.tokens), self.num_samples or 1
-        streams = td.get("stream", None)
-        if streams is None:
-            streams = torch.randint(2**62, (size,))
-        if times > 1:
-            streams = fold(streams[:, None], torch.arange(times)).flatten()
-            prompts = prompts.repeated(times)
-            records = records and [row for row in records for _ in range(times)]
-        sampled = self.calls._draw(prompts.tokens, prompts.attention, streams.cpu())
-        done = self._output_format().generated(prompts, sampled)
-        if not self.return_log_probs:
-            del done[LogProbs]
-        out = self._placed(done, batch_size=[size * times])
-        out.set("policy_version", torch.full((size * times,), self.version))
-        out.set("temperature", torch.full((size * times,), self.temperature or 1.0))
+    def reader(self, td: TensorDictBase) -> InputReader:
+        """Return the reader of a td; the value at `input_key` may be a container."""
+        key = self.in_keys[0]
+        if self.input_key is not None and isinstance(
+            td.get(key, None), Text | Tokens | ChatHistory
+        ):
+            key = unravel_key((key, self._field))
+        return InputReader(self, key)
+
+    def _prompts(self, td: TensorDictBase) -> Prompts:
+        """Return each prompt of td [B] n times in a row, [B * n]."""
+        prompts = super()._prompts(td)
+        times = self.num_samples or 1
+        if times == 1:
+            return prompts
+        streams = fold(prompts.streams[:, None], torch.arange(times)).flatten()  # [B * n]
+        records = chats = None
+        if prompts.records is not None:
+            records = [row for row in prompts.records for _ in range(times)]
+            chats = History.from_records(records)
+        return Prompts(prompts.ids.repeated(times), streams, chats, records)
+
+    def _generate(self, prompts: Prompts) -> TensorDictBase:
+        """Return n responses to each prompt, [B, n]."""
+        out = super()._generate(prompts)
+        times = self.num_samples
+        return out if times is None else out.reshape(len(out) // times, times)
+
+    def _add_chats(self, out: TensorDictBase, prompts: Prompts, sampled: Sampled) -> None:
+        """Write texts and histories unless the input is ids."""
         if self.input_mode != "tokens":
-            responses = self._decode(sampled.ids, sampled.mask & ~sampled.ends(self.stop_ids))
-            if self.text_key is not None:
-                out.set(self.text_key, self._generated_texts(prompts, sampled, responses))
-            if self.history_key is not None and records is not None:
-                prompt_chats = td.get(reader.key) if times == 1 else History.from_records(records)
-                done = sampled.complete.tolist()
-                out.set(self.history_key, _generated_chats(prompt_chats, records, responses, done))
-        return out if self.num_samples is None else out.reshape(size, times)
+            super()._add_chats(out, prompts, sampled)
 
-    def _generated_texts(self, prompts: Sequences, sampled: Sampled, responses: list[str]) -> Text:
-        """Return the texts of prompts, responses and both."""
-        prompt = self._decode(prompts.tokens, prompts.attention)
-        ids = torch.cat([prompts.tokens, sampled.ids], -1)
-        full = self._decode(ids, torch.cat([prompts.attention, sampled.mask], -1))
-        return Text(prompt=prompt, response=responses, full=full, batch_size=[len(responses)])
-
-    def _decode(self, ids: Tensor, mask: Tensor) -> list[str]:
-        rows = [row.tolist() for row in unpad(ids, mask)]
-        skip = self.limits.skip_special_tokens
-        return self.tokenizer.batch_decode(rows, skip_special_tokens=skip)
-
-    # Scoring.
-
-    def _score(self, td: TensorDictBase, temperature_key: NestedKey | None) -> TensorDictBase:
-        """Return masks, tokens, log-probs and texts of the full sequences of td [B]."""
+    def _score(
+        self, td: TensorDictBase, seq: Sequences, temperature_key: NestedKey | None
+    ) -> TensorDictBase:
+        """Return masks, tokens, log-probs, texts and histories of the full sequences of td."""
+        out = super()._score(td, seq, temperature_key)
         reader = self.reader(td)
-        seq = reader.sequences(td)
-        done = self._output_format().scored(seq, self._scored(td, seq, temperature_key))
-        out = self._placed(done, batch_size=td.batch_size)
         if self.text_key is not None and self.input_mode != "tokens":
             out.set(self.text_key, self._scored_texts(td, seq, reader))
         if self.history_key is not None and reader.records(td) is not None:
@@ -309,24 +274,37 @@ class LLMWrapperBase(TensorDictModuleBase):
             texts["response"] = decode(seq.tokens, after & ~ends)
         return Text(**texts, batch_size=td.batch_size)
 
-    def _scored(
-        self, td: TensorDictBase, seq: Sequences, temperature_key: NestedKey | None = None
-    ) -> Tensor:
-        """Return the log-probs [B, T] of a td's sequences."""
-        keep = None
-        if self.score_mask_key is not None:
-            keep = self.reader(td).mask_at(td, self.score_mask_key)
-        group = td.get("group_id", None)
-        group = None if group is None else group.to(self.device)
-        scale = self.scoring_temperature(td, temperature_key)
-        return self.calls._log_probs(seq.tokens, seq.attention, keep, scale, group)
+    # Methods of engines, on token ids.
 
-    def scoring_temperature(
-        self, td: TensorDictBase, key: NestedKey | None = None
-    ) -> Tensor | float:
-        """Return the scoring temperature: that of td [B] at `key`, else the wrapper's."""
-        temperatures = None if key is None else td.get(key, None)
-        return (self.temperature or 1.0) if temperatures is None else temperatures.to(self.device)
+    def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
+        """Return logits [B, T, V] at temperature 1; entry t predicts token t from those before."""
+        raise NotImplementedError(f"{type(self).__name__} does not score: it has no _logits")
+
+    def _log_probs(
+        self,
+        tokens: Tensor,
+        attention: Tensor,
+        keep: Tensor | None,
+        temperature: Tensor | float,
+        group_id: Tensor | None,
+    ) -> Tensor:
+        """Return the log-probs [B, T] of the scorer, or without one of the logits."""
+        if self.scorer is not None:
+            return super()._log_probs(tokens, attention, keep, temperature, group_id)
+        scale = torch.as_tensor(temperature, device=tokens.device).reshape(-1, 1, 1)  # [B, 1, 1]
+        logits = self._logits(tokens, attention).float() / scale  # [B, T, V]
+        table = logits.log_softmax(-1)  # [B, T, V]
+        values = table.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # [B, T]
+        return values.masked_fill(~predicted(attention, keep), 0)
+
+    @property
+    def calls(self) -> Any:
+        """Return the object that has `_draw` and `_log_probs`: with batching the queue."""
+        return self if self._batched is None else self._batched
+
+    def _output_format(self) -> OutputFormat:
+        layout = None if self.pad_output else self.layout
+        return OutputFormat(self.pad_output, layout, self.pad_token_id)
 
     def log_prob(self, data: TensorDictBase, **get_kwargs: Any) -> Tensor | list[Tensor]:
         """Return the log-probs of the response, padded right (or ragged if outputs are).
@@ -345,70 +323,6 @@ class LLMWrapperBase(TensorDictModuleBase):
             )
         get_kwargs = get_kwargs or {"as_padded_tensor": self.pad_output}
         return show_rows(unpad(self._scored(td, seq), part), data.batch_size, **get_kwargs)
-
-    # Methods of engines, on token ids.
-
-    def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
-        """Return a response to each prompt [B, T], padded left; streams [B] seed the rows."""
-        raise NotImplementedError(f"{type(self).__name__} does not generate: it has no _draw")
-
-    def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
-        """Return logits [B, T, V] at temperature 1; entry t predicts token t from those before."""
-        raise NotImplementedError(f"{type(self).__name__} does not score: it has no _logits")
-
-    def _log_probs(
-        self,
-        tokens: Tensor,
-        attention: Tensor,
-        keep: Tensor | None,
-        temperature: Tensor | float,
-        group_id: Tensor | None,
-    ) -> Tensor:
-        """Return the log-probs [B, T] of the tokens kept (None = all), 0 elsewhere.
-
-        `temperature` is a number or [B]; rows of one `group_id` [B] share their prompt.
-        """
-        if self.scorer is not None:
-            options = {"temperature": temperature, "group_id": group_id, **self._packing()}
-            limit = self.micro_batch_tokens
-            return score_in_parts(self.scorer, tokens, attention, keep, limit=limit, **options)
-        temperature = torch.as_tensor(temperature, device=tokens.device).reshape(-1, 1, 1)
-        logits = self._logits(tokens, attention).float() / temperature  # [B, T, V]
-        table = logits.log_softmax(-1)
-        values = table.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        return values.masked_fill(~predicted(attention, keep), 0)
-
-    def _packing(self) -> dict[str, bool]:
-        return {"pack": True} if self.pad_model_input is False else {}
-
-    @property
-    def calls(self) -> Any:
-        """Return the object for these calls: this one, or the queue of several threads."""
-        return self if self._batched is None else self._batched
-
-    # Reading and writing.
-
-    def reader(self, td: TensorDictBase) -> InputReader:
-        """Return the reader of a td."""
-        key = self.in_keys[0]
-        if self.input_key is not None and isinstance(
-            td.get(key, None), Text | Tokens | ChatHistory
-        ):
-            key = unravel_key((key, self._field))
-        return InputReader(self, key)
-
-    def _output_format(self) -> OutputFormat:
-        layout = None if self.pad_output else self.layout
-        return OutputFormat(self.pad_output, layout, self.pad_token_id)
-
-    def _placed(self, done: dict[type, Any], *, batch_size: Sequence[int]) -> TensorDict:
-        """Return a td with the containers at their keys, without those that have none."""
-        keys = {Tokens: self.tokens_key, Masks: self.masks_key, LogProbs: self.log_probs_key}
-        out = TensorDict(batch_size=batch_size)
-        for kind, container in done.items():
-            if keys[kind] is not None:
-                out.set(keys[kind], container)
-        return out
 
     # Distributions for losses; a generating wrapper refuses.
 
@@ -542,6 +456,17 @@ def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:
         raise ValueError("num_samples changes the batch shape; expected inplace=False (or None)")
 
 
+def _loaded(model: Any, tokenizer: Any, device: torch.device | str | None) -> tuple[Any, Any]:
+    """Return the model and the tokenizer, loaded if they are names."""
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(find_model(str(tokenizer)))
+    if isinstance(model, str | Path):
+        files = find_model(str(model))
+        tokenizer = load_tokenizer(files) if tokenizer is None else tokenizer
+        model = load_model(files, device=device)
+    return model, tokenizer
+
+
 def _tokenizer_options(kwargs: dict[str, Any], input_mode: str) -> dict[str, Any]:
     """Return the tokenizer_kwargs that change the ids of a text; the wrapper pads itself."""
     reserved = ("return_attention_mask", "return_tensors", "padding_side", "padding")
@@ -549,16 +474,3 @@ def _tokenizer_options(kwargs: dict[str, Any], input_mode: str) -> dict[str, Any
     if options and input_mode != "text":
         raise ValueError(f"tokenizer_kwargs {sorted(options)} are for input_mode='text' only")
     return options
-
-
-def _generated_chats(
-    prompts: History, records: Records, responses: list[str], complete: list[bool]
-) -> ChatHistory:
-    """Return the histories of prompts (messages `records`), of responses and of both."""
-    turns = [
-        [{"role": "assistant", "content": text, "is_complete": done}]
-        for text, done in zip(responses, complete, strict=True)
-    ]
-    both = [[*chat, *turn] for chat, turn in zip(records, turns, strict=True)]
-    response, full = History.from_records(turns), History.from_records(both)
-    return ChatHistory(prompt=prompts, response=response, full=full, batch_size=[len(turns)])

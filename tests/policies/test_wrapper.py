@@ -27,11 +27,49 @@ from envs.chat_env import ChatEnv
 from policies.load import load_policy, load_reference
 from policies.padding import rows
 from policies.sampler import Filters
+from policies.wrappers.chat_policy import ChatPolicy
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer import GRPOLoss
 from trainer.collect import collect
 
 ATTENTION, RESPONSE = ("masks", "all_attention_mask"), ("masks", "all_response_mask")
+
+
+class Bare(ChatPolicy):
+    """The policy of a run without TorchRL's options, on the engine of TransformersWrapper."""
+
+    _set_model = TransformersWrapper._set_model
+    model = TransformersWrapper.model
+    _draw = TransformersWrapper._draw
+    _sample = TransformersWrapper._sample
+
+
+def test_with_the_settings_of_a_run_a_wrapper_is_its_chat_policy():
+    policy = make_policy().get_new_version(text_key=None)
+    parts = {"tokenizer": policy.tokenizer, "renderer": policy.renderer, "limits": policy.limits}
+    bare = Bare(policy.scorer, **parts, text_key=None)
+    assert (bare.in_keys, bare.out_keys) == (policy.in_keys, policy.out_keys)
+    later = prompts().update(prompts("tokens"))  # a turn that continues the ids
+    for td in (prompts(), later):
+        done, alone = policy(td.clone()), bare(td.clone())
+        assert_equal(alone, done)
+        assert alone["history"].full.chats() == done["history"].full.chats()
+    settings = {"generate": False, "inplace": False, "log_probs_key": "ref_log_probs"}
+    settings |= {"text_key": None, "score_mask_key": RESPONSE, "micro_batch_tokens": 30}
+    scored = policy.get_new_version(**settings)
+    bare = Bare(policy.scorer, **parts, **settings)
+    ids = done.select("tokens", "masks", "temperature")
+    want = scored(ids, temperature_key="temperature")
+    assert (want["ref_log_probs"].full < 0).any()
+    assert_equal(bare(ids, temperature_key="temperature"), want)
+
+
+def assert_equal(got: TensorDict, want: TensorDict) -> None:
+    """Compare the tensors of two TensorDicts to the bit."""
+    assert set(got.keys(True, True)) == set(want.keys(True, True))
+    for key in want.keys(True, True):
+        assert torch.equal(got[key], want[key]), key
+
 
 # Generation.
 
