@@ -72,16 +72,16 @@ class Server:
 
 
 class VLLMServer(VLLMEngine):
-    """Sample and score by a server with the model in `folder`; both sides see `share`."""
+    """Sample and score by a server with the model in `folder`; both sides see `exchange`."""
 
     shared = True  # by all ranks, which synchronise at each transfer
     transfer: Any = None  # sends weights by NCCL if the server was started for it
 
     def __init__(
-        self, url: str, model: Any, *, folder: Path, share: Path, dtype: str, adapter: Any = None
+        self, url: str, model: Any, *, folder: Path, exchange: Path, dtype: str, adapter: Any = None
     ) -> None:
         nn.Module.__init__(self)
-        self.server, self.share = Server(url.rstrip("/")), share
+        self.server, self.exchange = Server(url.rstrip("/")), exchange
         host, port = self.server.client.base_url.host, self.server.client.base_url.port or 80
         self.start = SERVE.format(model=folder, port=port, dtype=dtype)
         if adapter is not None:
@@ -152,13 +152,13 @@ class VLLMServer(VLLMEngine):
         if ranks:
             torch.distributed.barrier()  # all ranks have scored with the old weights
         if not ranks or torch.distributed.get_rank() == 0:
-            shutil.rmtree(self.share, ignore_errors=True)
-            self.share.mkdir(parents=True)
+            shutil.rmtree(self.exchange, ignore_errors=True)
+            self.exchange.mkdir(parents=True)
             try:
                 for name, stream in streams:
-                    self._send_weights(stream, self.share.absolute(), name)
+                    self._send_weights(stream, self.exchange.absolute(), name)
             finally:
-                shutil.rmtree(self.share, ignore_errors=True)
+                shutil.rmtree(self.exchange, ignore_errors=True)
         else:
             for _, stream in streams:
                 deque(stream, maxlen=0)  # takes part in gathering
@@ -166,14 +166,14 @@ class VLLMServer(VLLMEngine):
             torch.distributed.broadcast_object_list(lora)
         self.lora = lora[0]
 
-    def _send_weights(self, weights: WeightStream, share: Path, lora: str | None) -> None:
+    def _send_weights(self, weights: WeightStream, exchange: Path, lora: str | None) -> None:
         if lora is None:
             weights.narrow(self.dtype)
-            by_folder = partial(self._reload_from, share, weights)
+            by_folder = partial(self._reload_from, exchange, weights)
             by_nccl = self.transfer and partial(self.transfer.send, weights)
             return self._while_it_waits(by_nccl or by_folder)
-        write_adapter({k: t.contiguous() for k, t in weights}, self.adapter, share)
-        self._ask("/v1/load_lora_adapter", {"lora_name": lora, "lora_path": str(share)})
+        write_adapter({k: t.contiguous() for k, t in weights}, self.adapter, exchange)
+        self._ask("/v1/load_lora_adapter", {"lora_name": lora, "lora_path": str(exchange)})
         if self.lora is not None:
             self._ask("/v1/unload_lora_adapter", {"lora_name": self.lora})
 

@@ -145,7 +145,7 @@ def make_vllm_generator(
         loaded.adapter = alone if lora else None
     else:
         model = policy.model
-        loaded = VLLMServer(url, model, folder=weights, share=folder, dtype=dtype, adapter=alone)
+        loaded = VLLMServer(url, model, folder=weights, exchange=folder, dtype=dtype, adapter=alone)
     if adapter is not None:
         loaded.about += f", the adapter {'merged' if loaded.adapter is None else 'alone'}"
     loaded.device, loaded.seeded = policy.device, seeded
