@@ -1,4 +1,7 @@
-"""Every row of the specification is as it is declared, and every difference is documented."""
+"""Every row of the specification is as it is declared, and every difference is documented.
+
+pytest tests/specification -k RetrieveKL    # the rows whose statement names it
+"""
 
 import pytest
 from specification_rows import ROWS
@@ -9,7 +12,11 @@ MARKS = {name: getattr(pytest.mark, name) for name in NEEDS}
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(r, id=r.id, marks=MARKS[r.needs] if r.needs else ()) for r in ROWS]
+    "row",
+    [
+        pytest.param(row, id=f"{row.id} {row.name}", marks=MARKS[row.needs] if row.needs else ())
+        for row in ROWS
+    ],
 )
 def test_a_row_is_as_it_is_declared(row):
     if row.lacks:
