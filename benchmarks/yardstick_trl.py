@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from conf.build import make_task
-from envs.rewards.validate import compute_rewards
+from envs.rewards.compute import compute_rewards
 from envs.tasks.task import Response, Row, Task
 from trainer.optimizer import make_schedule
 from trainer.sources import pick_rows

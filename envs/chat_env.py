@@ -33,7 +33,7 @@ from envs.chat_io import (
 )
 from envs.data import is_file, load_table
 from envs.env import EnvBase, TransformedEnv
-from envs.rewards.validate import compute_rewards
+from envs.rewards.compute import compute_rewards
 from envs.tasks.task import Response, Reward, Task
 from envs.transforms.tokenizer import IncrementalTokenizer
 from envs.transforms.transform import Compose

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from policies.layout import groups
 from policies.random import in_float64
+from trainer.baselines import STD_FLOOR, group_advantage, group_mean, spread
 from trainer.batch import reads
 from trainer.kl.leash import Leash
-from trainer.losses import STD_FLOOR, group_advantage, group_mean, spread
 from trainer.runtime import Runtime
 
 Scale = Callable[[Tensor, Tensor], Tensor]

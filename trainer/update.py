@@ -1,7 +1,7 @@
 """The update: epochs x minibatches x micro-batches. Gradients live only here.
 
-`weight` [B, T] sums to 1 over an optimiser step on all ranks and is set before any split. So the
-gradient does not depend on micro-batches, padding, order or ranks. No other code divides a loss.
+`token_weights` sets `weight` [B, T] over the tokens of an optimiser step on all ranks, before any
+split. So the gradient does not depend on micro-batches, padding, order or ranks.
 """
 
 import math

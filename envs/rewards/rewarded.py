@@ -4,8 +4,8 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 
+from envs.rewards.compute import columns_hint, compute_rewards, error_location
 from envs.rewards.functions import Refused, RewardFunction, Score
-from envs.rewards.validate import columns_hint, compute_rewards, error_location
 from envs.tasks.learnt_reward import LearntScore
 from envs.tasks.task import Message, Response, Reward, Row, Split, Task, rewards_anything
 

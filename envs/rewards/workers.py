@@ -23,8 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from envs.rewards.compute import error_location
 from envs.rewards.functions import FAULTS, RewardFunction, Score, as_error, as_score
-from envs.rewards.validate import error_location
 from envs.tasks.task import Response, Row
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from envs.data import LazyRows
-from envs.rewards.validate import compute_rewards
+from envs.rewards.compute import compute_rewards
 from envs.tasks.task import Message, Response, Reward, Row, Split, Task
 
 MOST_ROWS = 200_000

@@ -30,7 +30,8 @@ from envs.rewards import (
     SubprocessReward,
     TRLFunction,
 )
-from envs.rewards.validate import compute_rewards, try_reward
+from envs.rewards.compute import compute_rewards
+from envs.rewards.validate import try_reward
 from envs.rewards.workers import Workers
 from envs.tasks import Response, SortDigits
 from envs.tasks.mix import Mix

@@ -326,7 +326,7 @@ DIST, SAMPLE = (
 )
 RENDERER = "policies.chats.chat_template:Renderer"
 KL, LEASH, GAE = "envs.transforms.kl:KLComputation", "trainer.kl.leash:Leash", "trainer.gae:gae"
-LOSSES, MASKS, OBJECTIVES = "trainer.losses", "trainer.surrogates", "trainer.objectives"
+BASELINES, MASKS, OBJECTIVES = "trainer.baselines", "trainer.surrogates", "trainer.objectives"
 ROWS: list[tuple[str, Callable, str]] = [
     ("shift by one", contracts.alignment, f"{DIST}:placed"),
     ("drop the end token", contracts.alignment, SAMPLE),
@@ -382,8 +382,8 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("a limit goes on", agrees_with_the_paper, GAE),
     ("values of the next token", PLAIN_VALUES, "policies.scorer:Critic.forward"),
     ("a token's ratio in GSPO", PAPER["gspo"], f"{OBJECTIVES}:RATIOS"),
-    ("own reward in the baseline", PAPER["rloo"], f"{LOSSES}:BASELINES"),
-    ("dropped rows in the baseline", LEFT_ONE_OUT, f"{LOSSES}:BASELINES"),
+    ("own reward in the baseline", PAPER["rloo"], f"{BASELINES}:BASELINES"),
+    ("dropped rows in the baseline", LEFT_ONE_OUT, f"{BASELINES}:BASELINES"),
     ("whitened padding", PAPER["reinforce_pp"], "trainer.advantage:whiten"),
     ("parts not divided", PAPER["gdpo"], "trainer.advantage:spread"),
     ("a batch not divided", PAPER["gdpo"], "trainer.advantage:mean_and_std"),

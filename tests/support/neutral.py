@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / "outputs" / "neutral"
-TIMED = ("time/", "perf/")
+TIMED = ("time/", "perf/", "tools/seconds")
 CASES = {
     "grpo_tiny": [],
     "ppo_tiny": [],
@@ -35,7 +35,9 @@ def measure(checkout: Path, out: Path, name: str) -> list[str]:
         (out / name).mkdir(parents=True, exist_ok=True)
         shutil.copy(out / "run" / name / "metrics.jsonl", out / name)
     lines = (out / name / "metrics.jsonl").read_text().splitlines()
-    kept = ({k: v for k, v in json.loads(line).items() if k[:5] not in TIMED} for line in lines)
+    kept = (
+        {k: v for k, v in json.loads(line).items() if not k.startswith(TIMED)} for line in lines
+    )
     return [json.dumps(line, sort_keys=True) for line in kept]  # as text: nan equals nan
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from trainer.advantage import BetaAdvantage, GroupAdvantage
-from trainer.losses import group_advantage, spread, standardise
+from trainer.baselines import group_advantage, spread, standardise
 
 
 @given(

@@ -1,6 +1,6 @@
 """The modes of train.py: one file per mode, with `run(loop, settings) -> float`.
 
-`loop` is the Trainer that train.py builds, `settings` the resolved configuration. All modes except
+`loop` is the Trainer that conf/run.py builds, `settings` the resolved configuration. All modes except
 "train" have a temporary run folder and write their results elsewhere.
 """
 

@@ -7,8 +7,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from trainer.baselines import standardise
 from trainer.gae import gae
-from trainer.losses import standardise
 from trainer.torchrl.loss_inputs import LossModule, get_dense, per_token, require
 
 

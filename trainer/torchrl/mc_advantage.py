@@ -13,7 +13,7 @@ from tensordict import NestedKey, NonTensorData, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from envs.transforms.transform import Transform
-from trainer.losses import standardise
+from trainer.baselines import standardise
 
 STD_FLOOR = 1e-6
 REDUCE = {"sum": Tensor.sum, "max": Tensor.max, "mean": Tensor.mean}
