@@ -1,8 +1,8 @@
 """Measure how CPU seconds and peak memory grow with the size of a batch, and fit the exponents.
 
     OMP_NUM_THREADS=1 THP_MEM_ALLOC_ENABLE=1 python -m benchmarks.growth
-        [--axes response group] [--largest 512] [--autocast bfloat16] [--checkpointing] [--repeats
-        1]
+        [--axes response group] [--largest 512] [--autocast bfloat16] [--checkpointing]
+        [--repeats 1]
 
 A Qwen2 with random weights and no EOS, so every response has its full length. One axis grows at a
 time, to `--largest` at most; the others stay at their base. The phases are those of an iteration:

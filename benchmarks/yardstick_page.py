@@ -122,7 +122,7 @@ def spread(values: Sequence[float | None], form: str) -> str:
 def table(case: Case, runs: Sequence[Record], frontier: Frontier) -> str:
     """Return the results of a case, a column per library."""
 
-    def share(run: Record) -> float | None:
+    def efficiency(run: Record) -> float | None:
         return frontier.efficiency(ACCURACY, run["eval"][ACCURACY], run["eval"][EVAL_KL])
 
     def at(field: str) -> Callable[[Record], float | None]:
@@ -139,7 +139,7 @@ def table(case: Case, runs: Sequence[Record], frontier: Frontier) -> str:
          lambda r: r["eval"]["greedy"], ".3f"),
         ("KL of these responses to the reference, nats per response",
          lambda r: r["eval"][EVAL_KL], ".2f"),
-        ("KL efficiency (1: the least possible KL)", share, ".2f"),
+        ("KL efficiency (1: the least possible KL)", efficiency, ".2f"),
         (f"k3 in its own log, last {case.window} iterations, nats per response",
          lambda r: r["logged_kl"], ".2f"),
         (f"responses until the reward is {case.goal:g}", at("responses"), ",.0f"),

@@ -98,8 +98,8 @@ def make_task(env: Section, *, needs_reward: bool = True) -> Any:
     for a task without rewards that `needs_reward` allows.
     """
     task = build({"_convert_": "all", **env["task"]}, **data_arguments(env))
-    plain = not env["rewards"] and env["task_weight"] == 1
-    if plain and (needs_reward or rewards_anything(task)):
+    bare = not env["rewards"] and env["task_weight"] == 1
+    if bare and (needs_reward or rewards_anything(task)):
         return task
     built = {}
     for name, node in env["rewards"].items():
@@ -251,7 +251,6 @@ def make_observers(cfg: DictConfig, runtime: Any, custom: Iterable[Any]) -> Any:
 def make_tracker(cfg: DictConfig, folder: Path) -> Any:
     """Build the tracker of a run folder."""
     options = {"folder": str(folder), "config": OmegaConf.to_container(cfg)}
-    node = {
-        key: value for key, value in cfg.tracker.items() if key != "responses"
-    }  # key of the loop
+    # tracker.responses is a key of the loop.
+    node = {key: value for key, value in cfg.tracker.items() if key != "responses"}
     return build(node, **options, resume=cfg.resume is not None)

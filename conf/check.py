@@ -248,8 +248,8 @@ def _responses(cfg: Config) -> Iterator[str]:
                 why = "its KL is not that of the samples, docs/kl.md#top-k-top-p-and-min-p"
                 yield f"expected policy.{name}={off} in training, got {policy[name]}: {why}"
     turns, limit = cfg["env"]["max_turns"], policy["max_new_tokens"]
-    for path, verb in walk(algorithm["after_rollout"], "algorithm.after_rollout"):
-        if turns > 1 and verb.get("max_tokens") == limit:  # of trainer.OverlongPenalty
+    for path, function in walk(algorithm["after_rollout"], "algorithm.after_rollout"):
+        if turns > 1 and function.get("max_tokens") == limit:  # of trainer.OverlongPenalty
             yield f"{path} is of all {turns} turns; give {path}.max_tokens={limit * turns}"
     name, steps = algorithm.get("surrogate", "clip"), algorithm["epochs"] * algorithm["minibatches"]
     if isinstance(name, str) and SURROGATES[name].one_step and steps > 1:
@@ -274,9 +274,9 @@ def _packages_and_models(cfg: Config) -> Iterator[str]:
 
 def _parts(cfg: Config) -> Iterator[str]:
     """Yield the faults of named nodes."""
-    env, verbs = cfg["env"], cfg["algorithm"]["after_rollout"]
+    env, functions = cfg["env"], cfg["algorithm"]["after_rollout"]
     named = {f"env.{key}": env[key] for key in ("tools", "transforms", "rewards")}
-    named |= {"algorithm.after_rollout": verbs or {}, "observers": cfg["observers"]}
+    named |= {"algorithm.after_rollout": functions or {}, "observers": cfg["observers"]}
     for where, nodes in named.items():
         for name, node in (nodes if isinstance(nodes, dict) else {"<name>": nodes}).items():
             if node is not None and not (isinstance(node, dict) and "_target_" in node):

@@ -62,7 +62,7 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
 
 def _refuse_reward_model(config: dict[str, Any], mode: str) -> None:
     if config["policy"]["_target_"] == "policies.load_reward_model":
-        raise ValueError(f"mode={mode} is for models that response, got a reward model")
+        raise ValueError(f"mode={mode} is for models that write responses, got a reward model")
 
 
 def _of_run(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:

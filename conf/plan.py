@@ -232,7 +232,7 @@ def after_rollout_parts(keys: Keys) -> dict[str, Part]:
 
 
 def take_keys_read_elsewhere(keys: Keys, parts: Plan) -> None:
-    """Take the keys that `Keys.give` does not hand over: conf/build.py or conf/run.py reads them."""
+    """Take the keys that `Keys.give` does not hand over: those of conf/run.py and build.py."""
     config = keys.config
     keys.take("algorithm.source", "algorithm.advantage", "algorithm.objective", "algorithm.rows")
     keys.take("algorithm.critic", "algorithm.needs_reward")

@@ -68,8 +68,8 @@ def markdown(points: list[Point]) -> str:
     ]
     for p in points:
         first, last = p.reward
-        share = "-" if p.efficiency is None else f"{p.efficiency:.2f}"
-        lines.append(f"| {p.coeff:g} | {first:.2f} -> {last:.2f} | {p.kl:.1f} | {share} |")
+        efficiency = "-" if p.efficiency is None else f"{p.efficiency:.2f}"
+        lines.append(f"| {p.coeff:g} | {first:.2f} -> {last:.2f} | {p.kl:.1f} | {efficiency} |")
     lines += ["", "| kl.coeff | asked about | held-out response | reward |", "|---|---|---|---|"]
     for p in points:
         for subject, text, reward in p.responses:

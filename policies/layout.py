@@ -40,9 +40,8 @@ class Layout:
     position_ids: Tensor  # [R, L] int64
     attention_mask: Tensor  # [R, L] bool, or [R, 1, L, L] bool
     source: Tensor  # [K] index, in the inputs, of the hidden state that predicts each kept token
-    trees: list[list[int]] | None = (
-        None  # [R] tokens of a shared prompt, its responses, the padding
-    )
+    # [R] tokens of a shared prompt, of each of its responses, of the padding
+    trees: list[list[int]] | None = None
     grid: Grid | None = None  # then the inputs are one row [1, N]; mask and trees are of the grid
 
     def unpadded(self) -> "Layout":

@@ -38,7 +38,9 @@ class Placement:
         """Hold full weights inside the block, so that each rank may run its own forwards."""
         return nullcontext()
 
-    def unsharded(self, *, fill: bool = True, keep: bool = False) -> AbstractContextManager[None]:
+    def full_tensors(
+        self, *, fill: bool = True, keep: bool = False
+    ) -> AbstractContextManager[None]:
         """Hold full tensors inside the block; `fill`: with values; `keep`: store changed values."""
         return nullcontext()
 

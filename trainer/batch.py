@@ -5,7 +5,7 @@ of a prompt, B = P * G rows (trajectories), T tokens of a row, V vocabulary, N t
 of a forward, H hidden size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from tensordict import NestedKey, TensorDictBase
@@ -17,6 +17,8 @@ class Entry(NamedTuple):
     kind: str
     about: str
 
+
+BatchFunction = Callable[[TensorDictBase], TensorDictBase]
 
 KEYS: dict[NestedKey, Entry] = {
     ("tokens", "full"): Entry("[B, T] int64", "the exact ids of all turns"),
@@ -44,7 +46,7 @@ KEYS: dict[NestedKey, Entry] = {
     "messages": Entry("[B] list", "all messages of a chat of several turns, else empty"),
     ("logged", "<metric>"): Entry(
         "[B, T] or [B] any",
-        "metric of a verb: logged as mean over sampled tokens or over rows",
+        "metric of a function of after_rollout: logged as mean over sampled tokens or over rows",
     ),
     ("old_log_probs", "full"): Entry("[B, T] float32", "of the trained policy at sampling time"),
     "policy_weight": Entry("[B, T] float32", "factor of the policy term"),

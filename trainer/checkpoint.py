@@ -28,7 +28,7 @@ from policies.scorer import placement_of
 from trainer.kl.reference import NoReference, Reference
 from trainer.runtime import Runtime, check_agreement
 
-FORMAT = 1
+FORMAT = 2
 CRITIC = "critic.safetensors"
 REFERENCE = "reference.safetensors"
 PARTS = "parts.safetensors"
@@ -65,8 +65,8 @@ class Checkpoints:
         check_agreement(self.policy.scorer, self.runtime, iteration=iteration)
         main = self.runtime.is_main
         moments = gather_moments(self.optimizer, self.policy, fill=main)
-        reference = placement_of(self.reference).unsharded(fill=main)
-        with self.policy.scorer.placement.unsharded(fill=main), reference:
+        reference = placement_of(self.reference).full_tensors(fill=main)
+        with self.policy.scorer.placement.full_tensors(fill=main), reference:
             self.runtime.set_phase("save")
             if main:
                 self._write(iteration, state, moments)
@@ -149,8 +149,8 @@ class Checkpoints:
 
     def restore_weights(self, folder: Path, *, critic: bool = False) -> None:
         """Load the policy, and the reference if saved, from a checkpoint or a finished run."""
-        reference = placement_of(self.reference).unsharded(keep=True)
-        with self.policy.scorer.placement.unsharded(keep=True), reference:
+        reference = placement_of(self.reference).full_tensors(keep=True)
+        with self.policy.scorer.placement.full_tensors(keep=True), reference:
             weights_of(self.policy.scorer).load(folder, base=base_of(self.policy))
             if (folder / REFERENCE).is_file():
                 self.reference.load_state_dict(load_file(folder / REFERENCE))
@@ -215,7 +215,7 @@ def save_model(policy: Policy, folder: Path, *, write: bool = True) -> None:
 
     An adapter is merged, and also saved to adapter/. Every rank calls this; one rank writes.
     """
-    with policy.scorer.placement.unsharded(fill=write):
+    with policy.scorer.placement.full_tensors(fill=write):
         if write:
             weights_of(policy.scorer).export(folder, policy.tokenizer, base=base_of(policy))
 

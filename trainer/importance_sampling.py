@@ -57,10 +57,10 @@ def correction(
 class ImportanceSampling:
     """Score the batch with the trained policy, and weight the policy term by pi_old / pi_gen.
 
-    A verb of `after_rollout`. Writes old_log_probs.full and policy_weight [B, T], see `correction`,
-    and logs policy/importance_limited; 0 <= `floor` <= 1 <= `limit`. Truncated: Yao et al. 2025
-    ("Your efficient RL framework secretly brings you off-policy RL training"); masked on both
-    sides: IcePop (arXiv 2510.18855).
+    A function of `after_rollout`. Writes old_log_probs.full and policy_weight [B, T], see
+    `correction`, and logs policy/importance_limited; 0 <= `floor` <= 1 <= `limit`.
+    Truncated: Yao et al. 2025 ("Your efficient RL framework secretly brings you off-policy RL
+    training"); masked on both sides: IcePop (arXiv 2510.18855).
     """
 
     # A function of after_rollout that writes policy_weight takes the place of this one.

@@ -51,11 +51,10 @@ def _restore(loop: Any, state: dict[str, Any]) -> None:
     loop.update.load_state_dict(state["update"])
     for each in loop.update.leash.each:
         each.controller.load_state_dict(state[each.names.loss])
-    if "early_stopping" in state:
-        loop.early_stopping.load_state_dict(state["early_stopping"])
-        if loop.early_stopping.ended:  # stopped before the final model was written
-            loop.num_iterations = state["iteration"]
-            loop.runtime.write_status(ended=loop.early_stopping.ended)
+    loop.early_stopping.load_state_dict(state["early_stopping"])
+    if loop.early_stopping.ended:  # stopped before the final model was written
+        loop.num_iterations = state["iteration"]
+        loop.runtime.write_status(ended=loop.early_stopping.ended)
     for name, part in loop.parts.items():
         if name in state["parts"]:  # an observer may have been added
             part.load_state_dict(state["parts"][name])

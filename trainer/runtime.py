@@ -23,10 +23,7 @@ from policies.cache import write_text
 from trainer.early_stopping import Stopped, stop_reason
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by bytes per weight
-PEAKS = {  # dense bfloat16 FLOPs per second of a GPU, by words of its name
-    "A10": 125e12, "A100": 312e12, "B200": 2250e12, "H100 PCIe": 756e12, "H100": 989e12,
-    "H200": 989e12, "L40S": 362e12, "RTX 4090": 165e12,
-}  # fmt: skip
+TIMEOUT = 7200.0  # seconds
 # Settings of `accelerate launch` that would change results -> the key of leash for each.
 INSTEAD = {
     "mixed_precision": "policy.autocast=bfloat16",
@@ -34,9 +31,6 @@ INSTEAD = {
     "use_fsdp": "launch=fsdp2",
     "use_deepspeed": "launch=fsdp2",
 }
-
-
-TIMEOUT = 7200.0  # seconds
 
 
 class Runtime:
@@ -287,12 +281,6 @@ def peak_memory(device: torch.device) -> int:
         if match := re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text()):
             return int(match[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Return the bfloat16 FLOPs per second of a GPU of PEAKS, else None."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for gpu, peak in PEAKS.items() if re.search(rf"\b{gpu}\b", name)), None)
 
 
 def recorder(path: Path) -> torch.profiler.profile:

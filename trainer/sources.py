@@ -1,10 +1,10 @@
-"""Sources of an iteration's batch: rollouts, dynamic sampling, and verbs after a rollout.
+"""Sources of an iteration's batch: rollouts, dynamic sampling, and functions after a rollout.
 
 The rows of iteration i are a function of (seed, i): epochs are seeded permutations, an iteration is
 the next slice, and each rank takes a part. A resume needs no other state.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import lru_cache
 from typing import Any
@@ -20,11 +20,10 @@ from policies.padding import widen
 from policies.protocols import Generator
 from policies.random import fold
 from policies.scorer import placement_of
+from trainer.batch import BatchFunction
 from trainer.collect import collect
 from trainer.metrics import idle_groups
 from trainer.runtime import Runtime
-
-BatchFunction = Callable[[TensorDictBase], TensorDictBase]
 
 
 def pick_rows(iteration: int, *, size: int, count: int, seed: int) -> list[int]:
@@ -52,7 +51,7 @@ class Rollouts:
 
     `mask` selects the sampled tokens to learn from: response (all), assistant (those of the
     assistant's messages) or prompt (the last turn, after the last prompt).
-    The verbs of `after_rollout` transform the batch, in order.
+    The functions of `after_rollout` transform the batch, in order.
     """
 
     reads_rows = "prompts"  # as algorithm.rows
@@ -106,7 +105,7 @@ class Rollouts:
         return batch.set("loss_mask", batch.get("loss_mask") & named_mask(batch, self.mask))
 
     def sample(self, iteration: int) -> TensorDict:
-        """Return this rank's trajectories before the verbs of `after_rollout`, [B, T]."""
+        """Return this rank's trajectories before the functions of `after_rollout`, [B, T]."""
         return self.play(self.prompts(iteration))
 
     def __call__(self, iteration: int) -> TensorDictBase:
@@ -116,9 +115,9 @@ class Rollouts:
         return self.finished(batch)
 
     def finished(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return the batch after all verbs of `after_rollout`."""
-        for verb in self.after_rollout:
-            batch = verb(batch)
+        """Return the batch after all functions of `after_rollout`."""
+        for function in self.after_rollout:
+            batch = function(batch)
         return batch
 
 
@@ -136,7 +135,7 @@ class DynamicRollouts(Rollouts):
         self.rounds = rounds
 
     def sample(self, iteration: int) -> TensorDict:
-        """Return this rank's trajectories before the verbs of `after_rollout`, [B, T]."""
+        """Return this rank's trajectories before the functions of `after_rollout`, [B, T]."""
         batch = self.play(self.prompts(iteration))
         idle = idle_groups(batch)  # [P]
         resampled = torch.zeros(len(idle))  # [P]

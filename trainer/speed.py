@@ -1,12 +1,17 @@
 """How fast an iteration was: seconds of its phases, tokens per second, and the update's MFU."""
 
+import re
 import time
 
 import torch
 from tensordict import TensorDictBase
 
-from trainer.runtime import peak_flops
 from trainer.update import Update
+
+PEAKS = {  # dense bfloat16 FLOPs per second of a GPU, by words of its name
+    "A10": 125e12, "A100": 312e12, "B200": 2250e12, "H100 PCIe": 756e12, "H100": 989e12,
+    "H200": 989e12, "L40S": 362e12, "RTX 4090": 165e12,
+}  # fmt: skip
 
 
 class Clock:
@@ -77,3 +82,9 @@ def speeds(
         computed = learnt * total["computed"] / total["tokens"]
         out["perf/mfu"] = flops * computed / update_s / (peak * ranks)
     return out
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the bfloat16 FLOPs per second of a GPU of PEAKS, else None."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for gpu, peak in PEAKS.items() if re.search(rf"\b{gpu}\b", name)), None)

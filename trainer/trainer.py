@@ -23,7 +23,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from policies.protocols import Generator, Policy
-from trainer.batch import ADVANTAGE_WRITES, LEARNT, SOURCE_WRITES, check_written
+from trainer.batch import ADVANTAGE_WRITES, LEARNT, SOURCE_WRITES, BatchFunction, check_written
 from trainer.checkpoint import Checkpoints, remove, save_model
 from trainer.early_stopping import EarlyStopping, sweep_metric
 from trainer.evaluation import Evaluate
@@ -36,8 +36,6 @@ from trainer.speed import Clock, count_tokens, speeds
 from trainer.transcripts import transcripts
 from trainer.update import Update
 from trainer.weight_sync import SyncResult, push_weights, weight_sync
-
-BatchFunction = Callable[[TensorDictBase], TensorDictBase]
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """Weight sync: transfer the policy's weights to the engine after each update, and verify it.
 
 An engine gets a copy of the weights, with LoRA the merged ones or, if it takes them, the adapter's.
-Both score fixed ids before and after the transfer. It is an error if they then disagree; if the engine's scores did not change although
-the policy's did (in half precision a step may be smaller than the tolerance); or if they changed
-since the last transfer (the engine was restarted).
+Both score fixed ids before and after the transfer. It is an error if they then disagree; if the
+engine's scores did not change although the policy's did (in half precision a step may be smaller
+than the tolerance); or if they changed since the last transfer (the engine was restarted).
 """
 
 from dataclasses import dataclass

@@ -130,4 +130,4 @@ class RewardModel(RewardFunction):
 
     def scores(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Score]:
         """Return the model's score of each chat, all scored together."""
-        return [self.score.clipped(score) for score in self.score.responses(responses)]
+        return [self.score.clipped(score) for score in self.score.score_responses(responses)]

@@ -16,7 +16,7 @@ def try_reward(task: Task) -> None:
     The response is the row's answer, or empty if that is not a text. Judges and reward models are
     skipped; errors that on_error allows are warnings.
     """
-    task = _without_paid(task)
+    task = _only_tried(task)
     if not rewards_anything(task):
         return
     row = task.rows("train")[0]
@@ -31,14 +31,14 @@ def try_reward(task: Task) -> None:
         raise
 
 
-def _without_paid(part: Any) -> Any:
+def _only_tried(part: Any) -> Any:
     """Return a task, and the tasks in it, without reward functions that are not `tried`."""
     if isinstance(part, dict):
-        return {k: _without_paid(v) for k, v in part.items() if getattr(v, "tried", True)}
+        return {k: _only_tried(v) for k, v in part.items() if getattr(v, "tried", True)}
     if isinstance(part, Task):
         part = copy.copy(part)
         within = vars(part).keys() & {"task", "tasks", "functions"}  # of Rewarded and Mix
-        vars(part).update({name: _without_paid(getattr(part, name)) for name in within})
+        vars(part).update({name: _only_tried(getattr(part, name)) for name in within})
     return part
 
 

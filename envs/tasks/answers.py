@@ -46,9 +46,8 @@ class Answers(DatasetTask):
     def prepare(self, row: Row) -> Row:
         """Return the row with its right answer as "final"."""
         final = final_answer(row["answer"])
-        if (
-            not final or not plain(final) or final == "NaN"
-        ):  # pandas writes a missing value as "NaN"
+        # pandas writes a missing value as "NaN".
+        if not final or not plain(final) or final == "NaN":
             raise ValueError(
                 f"row {row['index']}, answer: expected a text after its mark, got "
                 f"{row['answer']!r:.80}; correct or remove the row"

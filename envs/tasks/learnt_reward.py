@@ -31,7 +31,7 @@ class LearntScore:
 
         return ChatRewards(self.folder)
 
-    def responses(self, responses: Sequence[Response]) -> list[float]:
+    def score_responses(self, responses: Sequence[Response]) -> list[float]:
         """Return the score at the end of each response, all scored together."""
         return self._model(
             [response.messages for response in responses], [r.complete for r in responses]
@@ -72,7 +72,7 @@ class LearntReward(DatasetTask):
 
     def rewards(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Reward]:
         """Return the reward of each response, all scored together."""
-        scores, labels = self.score.responses(responses), [0.0] * len(rows)
+        scores, labels = self.score.score_responses(responses), [0.0] * len(rows)
         if self.relative:
             chats = [[*row["messages"], assistant(row["answer"])] for row in rows]
             labels = self.score.chats(chats)

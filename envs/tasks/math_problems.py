@@ -51,7 +51,7 @@ class MathProblems(MathWords):
         return self.rewards([row], [response])[0]
 
     def rewards(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Reward]:
-        """Return the reward of each response; a failed comparison is wrong, and an error."""
+        """Return the reward of each response; a failed comparison counts as an error."""
         answers = [extract_answer(response.text) for response in responses]
         texts = [answer if marked else "" for answer, marked in answers]
         results: list[Any] = [

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from envs.transforms.transform import Transform as Transform
 
 __getattr__, __dir__, __all__ = lazy(__name__, __file__)
-LEASHES = ("KLComputation", "KLRewardTransform", "RetrieveKL", "RetrieveLogProb")
+KL_TRANSFORMS = ("KLComputation", "KLRewardTransform", "RetrieveKL", "RetrieveLogProb")
 
 
 def is_kl_transform(target: str) -> bool:
@@ -42,4 +42,4 @@ def is_kl_transform(target: str) -> bool:
     >>> [is_kl_transform(name) for name in names]
     [True, False]
     """
-    return target.rpartition(".")[2].removeprefix("Ray") in LEASHES
+    return target.rpartition(".")[2].removeprefix("Ray") in KL_TRANSFORMS

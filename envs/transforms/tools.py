@@ -1,6 +1,6 @@
 """Execute the tool calls of a response and append their results to the chat.
 
-Results are messages of role "tool" at the end of the next prompt; the policy then responses again.
+Results are messages of role "tool" at the end of the next prompt; the policy then responds again.
 Errors of a tool are results too: the policy reads them, and the run continues.
 """
 

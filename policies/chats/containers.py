@@ -215,8 +215,8 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
                     texts["response"] = full[len(prompt) :]
                 texts["prompt"] = prompt.removesuffix(read.prompt)
             for name, text in texts.items():
-                response = exact and name == "response"
-                done[name] = _history(read.response(text) if response else read(text))
+                after_prompt = exact and name == "response"
+                done[name] = _history(read.read_response(text) if after_prompt else read(text))
             return ChatHistory(**done)
 
         return _by_row(self, chat_of)
@@ -314,7 +314,7 @@ def _responses(read: Any, text: str, prompt: list[dict[str, Any]]) -> list[dict[
     if isinstance(read, Format):  # exact for any contents of the prompt
         begin = read.write(prompt, add_generation_prompt=True)
         if text.startswith(begin):
-            return read.response(text[len(begin) :])
+            return read.read_response(text[len(begin) :])
     records = records_of(_history(read(text)))
     if records[0]["role"] == "system" != prompt[0]["role"]:
         records = records[1:]  # the template's default system message

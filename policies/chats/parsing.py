@@ -46,24 +46,24 @@ class Format:
         options = {"add_generation_prompt": add_generation_prompt}
         return render_template(messages, self.template, self.variables, **options)[0]
 
-    def response(self, text: str) -> list[Message]:
+    def read_response(self, text: str) -> list[Message]:
         """Return the messages of a text after a generation prompt, the assistant's first.
 
         If its markup of turns does not fit, the full text is the content.
         """
         try:
-            return self(text, response=True)
+            return self(text, after_prompt=True)
         except ValueError:
-            content, complete = self._split_filler(text, response=True)
+            content, complete = self._split_filler(text, after_prompt=True)
             core = self.turns["assistant"].closer.rstrip()
             if core and content.rstrip().endswith(core):
                 content, complete = content.rstrip().removesuffix(core), True
             return [{"role": "assistant", "content": content, "is_complete": complete}]
 
-    def _split_filler(self, text: str, *, response: bool) -> tuple[str, bool]:
+    def _split_filler(self, text: str, *, after_prompt: bool) -> tuple[str, bool]:
         """Return a text without trailing EOS and padding tokens, and whether EOS is the first."""
         tokens = {self.variables.get(name) for name in ("eos_token", "pad_token")} - {None, ""}
-        if not self.turns["user"].opener and not response:  # EOS alone separates the turns
+        if not self.turns["user"].opener and not after_prompt:  # EOS alone separates the turns
             tokens -= {turn.closer.rstrip() for turn in self.turns.values()}
         one = "|".join(map(re.escape, sorted(tokens))) or "(?!)"
         match = re.search(rf"({one})(?:\s*(?:{one}))*\s*\Z", text)
@@ -71,16 +71,16 @@ class Format:
             return text, False
         return text[: match.start()], match[1] == self.variables.get("eos_token")
 
-    def __call__(self, text: str, *, response: bool = False) -> list[Message]:
+    def __call__(self, text: str, *, after_prompt: bool = False) -> list[Message]:
         """Return the messages of a text with `is_complete`; ValueError if it does not fit.
 
-        With `response` the text is read as if after a generation prompt.
+        With `after_prompt` the text is read as if after a generation prompt.
         """
-        body, ended = self._split_filler(text, response=response)
+        body, ended = self._split_filler(text, after_prompt=after_prompt)
         done: list[Message] = []
-        place = len(self.start) if body.startswith(self.start) and not response else 0
+        place = len(self.start) if body.startswith(self.start) and not after_prompt else 0
         while place < len(body) or not done:
-            if response and not done:  # the rest of the opener: a blank after "Assistant:"
+            if after_prompt and not done:  # the rest of the opener: a blank after "Assistant:"
                 opener, role = self.turns["assistant"].opener, "assistant"
                 rest = opener.removeprefix(self.prompt) if opener.startswith(self.prompt) else ""
                 begin = len(rest) if body.startswith(rest) else 0

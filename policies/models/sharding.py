@@ -238,7 +238,7 @@ class Shards(Placement):
                 unit.reshard()
 
     @contextmanager
-    def unsharded(self, *, fill: bool = True, keep: bool = False) -> Iterator[None]:
+    def full_tensors(self, *, fill: bool = True, keep: bool = False) -> Iterator[None]:
         """Replace the shards by full CPU tensors; `keep` copies changes back, `fill` fills them."""
         self.scorer.reshard()
         swapped: dict[int, tuple[Any, nn.Parameter]] = {}

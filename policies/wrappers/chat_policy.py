@@ -1,4 +1,4 @@
-"""The policy of a training run as a TensorDict module: chats or ids in, responses or scores out.
+"""What a training run computes with its policy: chats or ids in, responses or scores out.
 
 `load_policy` loads it, as a TransformersWrapper: this class, its engine (`_draw`, `_logits`) and
 between them LLMWrapperBase, which adds the options of TorchRL's API. Of those a run sets

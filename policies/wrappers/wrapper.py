@@ -1,8 +1,8 @@
 """TorchRL's options for a policy: the base of all engines.
 
-chat_policy.py is what a training run needs. LLMWrapperBase adds input as text or ids, ragged
-outputs, several samples of a prompt, other targets, calls of several threads together, packed
-scoring, and the distributions for losses. It overrides `forward`, `reader`, `_prompts`,
+chat_policy.py has what a training run computes with a batch. LLMWrapperBase adds input as text or
+ids, ragged outputs, several samples of a prompt, other targets, calls of several threads together,
+packed scoring, and the distributions for losses. It overrides `forward`, `reader`, `_prompts`,
 `_generate`, `_add_chats`, `_score`, `_log_probs`, `calls` and `_output_format`.
 """
 

@@ -188,7 +188,7 @@ def shards() -> None:
     )
     try:
         shard(policy.scorer, init_device_mesh("cpu", (1,)))
-        with policy.scorer.placement.unsharded(keep=True), torch.no_grad():
+        with policy.scorer.placement.full_tensors(keep=True), torch.no_grad():
             for p in policy.scorer.parameters():
                 p.fill_(want)
         assert all((p.full_tensor() == want).all() for p in policy.scorer.parameters())

@@ -104,7 +104,7 @@ def compose(name: str, model: Path, *, ranks: int, launch: str = "fsdp2") -> dic
     algorithm, *words = CASES[name]
     words += (*WORDS[algorithm], *SMALL, f"launch={launch}", f"launch.num_processes={ranks}")
     words += ("eval.max_rows=1",) if algorithm in SILENT else (*RESPONSES, "eval.max_rows=3")
-    words += ("eval.num_samples=0",) if algorithm == "reward" else ()  # it does not response
+    words += ("eval.num_samples=0",) if algorithm == "reward" else ()  # it writes no responses
     words += (f"kl.reference={model / 'teacher'}",) if algorithm == "distil" else ()
     words += STEPS if algorithm in MANY_STEPS and "one step" not in name else ()
     kind = name.rpartition(", ")[2]

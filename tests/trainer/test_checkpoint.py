@@ -10,7 +10,7 @@ import torch
 from contracts import make_policy
 
 from policies.cache import write_manifest
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import FORMAT, Checkpoints
 from trainer.optimizer import make_optimizer
 from trainer.runtime import Runtime
 
@@ -47,7 +47,7 @@ def test_what_comes_back_is_what_was_saved_to_the_bit(tmp_path):
     saved.save(3, state)
     other, fresh, found = make(tmp_path)
     assert found.newest() == tmp_path / "checkpoints" / "iteration_000003"
-    assert found.restore(found.newest()) == {"format": 1, "iteration": 3, "parts": {}, **state}
+    assert found.restore(found.newest()) == {"format": FORMAT, "iteration": 3, "parts": {}, **state}
     for a, b in zip(weights(policy), weights(other), strict=True):
         assert torch.equal(a, b)
         old, new = optimizer.state[a], fresh.state[b]
@@ -76,7 +76,7 @@ def sealed(folder: Path, **state) -> None:
     old = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**old, **state}))
     (folder / "MANIFEST.json").unlink()
-    write_manifest(folder, {"format": 1})
+    write_manifest(folder, {"format": FORMAT})
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +114,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_goes(two, tmp_path, damage):
 
 def test_only_damaged_ones_and_those_of_a_later_leash_are_errors(two, tmp_path):
     _, _, saved = make(shutil.copytree(two, tmp_path / "run"))
-    sealed(saved.newest(), format=2)
-    with pytest.raises(ValueError, match="iteration_000002 is of format 2"):
+    sealed(saved.newest(), format=FORMAT + 1)
+    with pytest.raises(ValueError, match=f"iteration_000002 is of format {FORMAT + 1}"):
         saved.newest()
     for path in saved.folder.iterdir():
         cut(path / "state.json")

@@ -95,7 +95,7 @@ def test_a_run_goes_on_with_the_data_that_it_began_with(tmp_path) -> None:
 
 @pytest.mark.runs
 def test_without_an_evaluation_the_objective_is_the_last_reward(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("trainer.trainer.peak_flops", lambda device: 1e9)
+    monkeypatch.setattr("trainer.speed.peak_flops", lambda device: 1e9)
     passes = []
 
     def exact(loop: Trainer) -> None:

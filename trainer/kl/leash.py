@@ -158,13 +158,12 @@ class Leash:
         """
         valid = 1 - metrics.get("reward/dropped_fraction", 0.0)
         for each in self.each:
-            kl, share = f"kl/{each.name}", each.controller.k3_weight
+            kl, weight = f"kl/{each.name}", each.controller.k3_weight
             measured = metrics.get(f"{kl}_sequence")
-            if measured and share:
-                length = (
-                    measured / metrics[kl]
-                )  # tokens per response = KL per response / KL per token
-                measured += share * (metrics[f"{kl}_k3"] * length - measured)
+            if measured and weight:
+                # tokens per response = KL per response / KL per token
+                length = measured / metrics[kl]
+                measured += weight * (metrics[f"{kl}_k3"] * length - measured)
             each.controller.follow(measured, sequences=round(responses * valid))
 
 

@@ -1,7 +1,7 @@
 """The modes of train.py: one file per mode, with `run(loop, settings) -> float`.
 
-`loop` is the Trainer that conf/run.py builds, `settings` the resolved configuration. All modes except
-"train" have a temporary run folder and write their results elsewhere.
+`loop` is the Trainer that conf/run.py builds, `settings` the resolved configuration. All modes
+except "train" have a temporary run folder and write their results elsewhere.
 """
 
 from importlib import import_module
@@ -36,6 +36,4 @@ def run_mode(loop: "Trainer", settings: dict[str, Any]) -> float:
 
 def dry_run(parts: Any, settings: dict[str, Any], folder: Path) -> float:
     """Print what the GPUs of a run would hold; return the number of problems."""
-    from trainer.scale import cluster  # a run does not need it
-
-    return cluster.run(parts, settings, folder)
+    return import_module("trainer.scale.cluster").run(parts, settings, folder)

@@ -42,7 +42,7 @@ class Talk:
         self.ids = []
 
     def answer(self, text: str, stream: Tensor) -> int:
-        """Response to a message; return the number of tokens of the response."""
+        """Answer a message; return the number of tokens of the response."""
         policy, new = self.policy, [{"role": "user", "content": text}]
         if self.ids:
             prompt = policy.renderer.extend(self.ids, self.messages, new)
@@ -108,12 +108,12 @@ def chat(
             console.print("a new chat")
         elif text:
             try:  # the same stream: equal models give equal responses
-                _response(*talks, text, fold(seed, torch.tensor([turn])), console)
+                _respond(*talks, text, fold(seed, torch.tensor([turn])), console)
             except ValueError as error:
                 console.print(str(error), markup=False)
 
 
-def _response(ours: Talk, theirs: Talk, text: str, stream: Tensor, console: Console) -> None:
+def _respond(ours: Talk, theirs: Talk, text: str, stream: Tensor, console: Console) -> None:
     """Print the responses of both models to a message."""
     length = ours.answer(text, stream)
     ratios = log_ratio(ours, theirs.policy.scorer, length)

@@ -1,6 +1,6 @@
 """Update report.html during a run, and show its curves in the notebook cell that trains it.
 
-Rank 0 rewrites the page, using at most `SHARE` of the time. A page that cannot be written causes
+Rank 0 rewrites the page, using at most `FRACTION` of the time. A page that cannot be written causes
 one warning and never ends the run.
 """
 
@@ -17,7 +17,7 @@ from trainer.pages.page import PATIENCE
 from trainer.pages.report import run_svg, write_report
 
 log = logging.getLogger(__name__)
-SECONDS, SHARE = 30.0, 0.02  # least time between pages; largest fraction of it for writing
+SECONDS, FRACTION = 30.0, 0.02  # least time between pages; largest fraction of it for writing
 CELL_SECONDS = 1.0  # least time between pictures in a notebook
 
 
@@ -54,7 +54,7 @@ class LiveReport(Observer):
                 log.warning("no live report: %s: %s", type(error).__name__, error)
             self._warned = True
         end = time.monotonic()
-        self._due = end + min(max(SECONDS, (end - begin) / SHARE), PATIENCE / 2)
+        self._due = end + min(max(SECONDS, (end - begin) / FRACTION), PATIENCE / 2)
 
 
 class CellCurves(Observer):

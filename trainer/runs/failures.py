@@ -33,10 +33,8 @@ UNWRITABLE = re.compile(
 MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
 LOST = re.compile(r"Connection (closed|reset) by peer|remote process exited|Broken pipe.*gloo")
 TRACEBACKS = "LEASH_TRACEBACKS"  # the user's HYDRA_FULL_ERROR, for the processes of a run
-LONG, LONGEST = (
-    2_000,
-    1 << 20,
-)  # characters of a line and of a traceback, which may quote a response
+LONG = 2_000  # characters of a line, which may quote a response
+LONGEST = 1 << 20  # characters of a traceback
 LESS_MEMORY = (
     "lower trainer.micro_batch_tokens (training), algorithm.group_size (generation) or "
     "eval.prompts_per_batch (evaluation), or set policy.dtype=bfloat16"

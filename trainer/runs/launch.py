@@ -46,7 +46,7 @@ RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "
 RANK |= {"PYTHONOPTIMIZE", "SLURM_STEP_ID"}
 STOPPED = 143  # exit code of a rank that stopped on request
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-RANK_EXIT_SECONDS = 30  # seconds; a rank that waits for a dead rank may never return (NCCL)
+RANK_EXIT_SECONDS = 30  # a rank that waits for a dead rank may never return (NCCL)
 
 
 class Interrupted(SystemExit):
@@ -260,7 +260,7 @@ def _wait(ranks: list[subprocess.Popen], folder: Path, signals: list[int]) -> tu
     """Wait for all ranks; return exit code and number of the first failed rank, or 0 and 0.
 
     The first of `signals` is forwarded; the second kills all processes. After a rank failed, the
-    others have RANK_EXIT_SECONDS seconds to end.
+    others have RANK_EXIT_SECONDS to end.
     """
     code, first, passed, limit = 0, 0, False, float("inf")
     while None in [rank.poll() for rank in ranks]:  # a list, so that every rank is polled

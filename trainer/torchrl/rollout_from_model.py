@@ -79,7 +79,7 @@ class RolloutFromModel:
     def generate(
         self, batch: PromptData, generation_config: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return generated [B, T], log_probs [B, S, 1], log_ratio [B, S], a response a prompt.
+        """Return generated [B, T], log_probs [B, S, 1] and log_ratio [B, S] of responses.
 
         Without a GenerationConfig tokens are sampled from the model's full distribution. With one,
         the model's `generate` follows it; its max_new_tokens, if any, is S. log_probs are those of

@@ -24,6 +24,7 @@ import train
 from conf.compose import compose_checked, compose_experiment
 from policies.cache import write_manifest
 from policies.load import load_reference
+from trainer.checkpoint import FORMAT
 from trainer.modes.chat import chat
 from trainer.modes.evaluate import pass_at_k, tally
 from trainer.modes.export import card, push
@@ -154,11 +155,11 @@ def test_a_card_names_the_model_of_the_hub_and_no_folder_and_no_secret(tmp_path,
 def make_checkpoint(folder: Path, iteration: int, objective: float | None) -> Path:
     path = folder / "checkpoints" / f"iteration_{iteration:06d}"
     (path / "model").mkdir(parents=True)
-    state = {"format": 1, "iteration": iteration, "objective": objective}
+    state = {"format": FORMAT, "iteration": iteration, "objective": objective}
     (path / "state.json").write_text(json.dumps(state))
     for name in ("optimizer.safetensors", "model/model.safetensors"):
         (path / name).write_bytes(b"weights")
-    write_manifest(path, {"format": 1})
+    write_manifest(path, {"format": FORMAT})
     return path
 
 

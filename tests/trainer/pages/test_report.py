@@ -13,7 +13,7 @@ from trainer.pages import live
 from trainer.pages.__main__ import main
 from trainer.pages.chart import Series, line_chart
 from trainer.pages.diagnosis import Diagnosis
-from trainer.pages.live import SECONDS, SHARE, LiveReport
+from trainer.pages.live import FRACTION, SECONDS, LiveReport
 from trainer.pages.report import run_svg, write_report
 from trainer.runs.lock import locked
 
@@ -181,7 +181,7 @@ def test_pages_take_a_bounded_share_of_the_time(tmp_path, monkeypatch, clock):
     for _ in range(500):
         clock[0] += 1.0
         report.evaluating("4 prompts", 0.5, last=False)
-    assert begun == [100 + i * (2.0 + 2.0 / SHARE) for i in range(len(begun))]
+    assert begun == [100 + i * (2.0 + 2.0 / FRACTION) for i in range(len(begun))]
     assert len(begun) >= 5
 
 
