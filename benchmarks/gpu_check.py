@@ -119,7 +119,14 @@ def ranks(launch: str) -> Answer:
 
 def small_ranks() -> Answer:
     """Run tiny models, on one GPU too; the page has the table."""
-    command = ("env", "PYTHONPATH=tests", sys.executable, "-m", "benchmarks.gpu_ranks", SMALL_RANKS)
+    command = (
+        "env",
+        "PYTHONPATH=tests/support",
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_ranks",
+        SMALL_RANKS,
+    )
     call("ranks", *command, gpus=GPUS, check=False)
     results = [line.split(" | ")[-1] for line in (SMALL_RANKS / "table.md").open()][2:]
     return all(each.startswith("pass") for each in results), f"{len(results)} cases, see below"
