@@ -10,7 +10,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from conf import run
-from conf.compose import compose, compose_checked, compose_experiment, write_defaults
+from conf.compose import (
+    compose,
+    compose_checked,
+    compose_experiment,
+    temporary_folder,
+    write_defaults,
+)
 from envs.rewards.trl_function import register
 from policies.cache import write_text
 from trainer.early_stopping import Stopped
@@ -46,6 +52,9 @@ def train(
     `algorithm="rloo"`, `**{"trainer.num_iterations": 20}`.
     ValueError: as on the command line. The model is in `run.folder / "model"`.
     """
+    if (mode := overrides.get("mode", "train")) != "train":
+        command = f"python train.py mode={mode} resume=<run folder>"
+        raise ValueError(f"trainer.train trains, got mode={mode!r}; run {command}")
     if resumed := overrides.pop("resume", None):
         command = resume_command(Path(resumed))
         raise ValueError(f"trainer.train begins a new run; resume {resumed} by: {command}")
@@ -58,7 +67,8 @@ def train(
         words.append("env=prompts")
     words += _words(overrides)
     words += _register(rewards)
-    unique_folder.cache_clear()  # a new folder for every call
+    for folder_of in (unique_folder, temporary_folder):  # a new folder for every call
+        folder_of.cache_clear()
     # Absolute: a reward may change the directory.
     folder = Path(compose(words, with_hydra=True).hydra.run.dir).absolute()
     if holds_run(folder):
@@ -129,7 +139,11 @@ def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str
         raise ValueError(
             f"expected {key} to be a list of rows, got a {type(rows).__name__}; {remedy}"
         )
-    records = [{"prompt": row} if isinstance(row, str) else row for row in rows]
+    records = []
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, str | Mapping):
+            raise ValueError(f"{key}, row {number}: expected a text or an object, got {row!r:.60}")
+        records.append({"prompt": row} if isinstance(row, str) else row)
     path = folder / f"{key}.jsonl"
     write_text(path, "".join(json.dumps(row) + "\n" for row in records))
     words = [f"env.{key}={quoted(str(path))}"]

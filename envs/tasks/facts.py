@@ -101,9 +101,10 @@ def _load(path: Path) -> tuple[dict[str, list[Row]], dict[str, re.Pattern], dict
 
 def _read(path: Path) -> dict[str, dict]:
     """Return the kinds of a facts file; ValueError for other data sets."""
-    with suppress(ValueError):
+    with suppress(ValueError, AttributeError):
         kinds = json.loads(path.read_bytes())
-        if isinstance(kinds, dict) and all(isinstance(data, dict) for data in kinds.values()):
+        expected = {"question", "response", "train", "eval"}
+        if all(expected <= data.keys() for data in kinds.values()):
             return kinds
     raise ValueError(
         f"{path}: expected {{kind: {{question, response, train, eval}}}} as in {DATA}; rows of "

@@ -103,8 +103,9 @@ REFUSED = [
     ({"rows": []}, "at least one row"),
     ({"rows": "rows.jsonl"}, r"got a str; .*load_table"),
     ({"rows": Path("rows")}, r"list of rows, got a PosixPath"),
-    ({"rows": ["a", None]}, "line 2: expected an object as row"),
+    ({"rows": ["a", None]}, "dataset, row 2: expected a text or an object, got None"),
     ({"output_dir": "."}, "already holds a run"),
+    ({"mode": "chat"}, r"trainer\.train trains, .* mode=chat resume="),
     ({"resume": "outputs/old"}, r"python \S*train.py resume=outputs"),
     ({"model": object()}, r"got object; save it .*save_pretrained"),
 ]

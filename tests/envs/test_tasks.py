@@ -55,6 +55,15 @@ def test_facts_hold_out_whole_subjects_and_answers_and_demonstrate_right_ones():
 
 
 @pytest.mark.parametrize(
+    "kinds", [[], {"place": []}, {"place": {"question": "Where?", "train": {}}}]
+)
+def test_another_file_than_one_of_facts_is_named(tmp_path, kinds):
+    (tmp_path / "mine.json").write_text(json.dumps(kinds))
+    with pytest.raises(ValueError, match=r"mine\.json: expected .*response"):
+        Facts(dataset=str(tmp_path / "mine.json"))
+
+
+@pytest.mark.parametrize(
     ("subject", "text", "parts"),
     [
         ("France", "Parisian", (0, 1, 1)),

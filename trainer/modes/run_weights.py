@@ -39,17 +39,23 @@ def choose_weights(folder: Path, *, keep_best: bool = False) -> Weights:
     the final model of a finished run, else the newest checkpoint that verifies.
     """
     status, place = read_status(folder), str(folder)
+    final = Weights(folder, "the final model", place, status.get("iteration"))
+    finished = status.get("state") == "finished" and (folder / "model").is_dir()
+    if finished and not keep_best:
+        return final
     states = {path: read_state(path) for path in list_checkpoints(folder / "checkpoints")}
     states = {path: state for path, state in states.items() if state}
     scored = [p for p, state in states.items() if number(state.get("objective")) is not None]
     if keep_best and scored:
         best = max(scored, key=lambda path: states[path]["objective"])
         return Weights(best, "the best checkpoint", place, states[best]["iteration"])
-    if status.get("state") == "finished" and (folder / "model").is_dir():
-        return Weights(folder, "the final model", place, status.get("iteration"))
+    if finished:
+        return final
     if states:
         newest = [*states][-1]
         return Weights(newest, "the newest checkpoint", place, states[newest]["iteration"])
+    if (folder / "model").is_dir():  # a longer run was refused before it began
+        return Weights(folder, "the model of its last end", place)
     raise ValueError(missing_weights(folder))
 
 

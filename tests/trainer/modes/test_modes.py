@@ -178,6 +178,10 @@ def test_the_weights_of_a_run_are_its_best_its_last_or_its_newest(tmp_path):
     (tmp_path / "status.json").write_text('{"state": "finished", "iteration": 6}')
     assert choose_weights(tmp_path).folder == tmp_path
     assert choose_weights(tmp_path, keep_best=True).folder == first
+    for path in (first, second):
+        (path / "state.json").write_text("{}")
+    (tmp_path / "status.json").write_text('{"state": "failed"}')
+    assert choose_weights(tmp_path).folder == tmp_path  # no checkpoint is whole, the model is
 
 
 def printed_by(policy, scorer, *typed: str) -> list[str]:
