@@ -159,6 +159,6 @@ def test_a_url_without_a_fitting_server_is_refused(version, policy, tmp_path, mo
     if version:
         patched = partial(httpx.Client, transport=httpx.MockTransport(answer))
         monkeypatch.setattr("policies.engines.vllm_server.httpx.Client", patched)
-    where = {"folder": tmp_path, "share": tmp_path}
+    where = {"folder": tmp_path, "exchange": tmp_path}
     with pytest.raises(ValueError, match=r"policy\.engine\.url"):
         VLLMServer("http://127.0.0.1:9", policy.model, **where, dtype="float32")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from policies.distributions.token_distribution import Head, TokenDistribution
 from policies.scorer import Scores
-from trainer import losses
+from trainer import baselines
 from trainer.kl.estimators import ESTIMATORS, TokenKL, k3
 from trainer.objectives import GRPOObjective
 from trainer.surrogates import (
@@ -87,8 +87,8 @@ def slow_advantage(reward, reward_kl, mask, size, *, scale_by_std, to_go) -> lis
 def test_group_advantage_equals_a_slow_loop(scale_by_std, credit):
     mask = torch.rand(6, 5, generator=torch.Generator().manual_seed(0)) > 0.3
     reward, reward_kl = randn(6, 5) * mask, 0.1 * randn(6, 5, seed=1) * mask
-    scale, to_go = losses.spread if scale_by_std else None, credit == "return_to_go"
-    out = losses.group_advantage(reward, reward_kl, mask, 3, scale=scale, credit=credit)
+    scale, to_go = baselines.spread if scale_by_std else None, credit == "return_to_go"
+    out = baselines.group_advantage(reward, reward_kl, mask, 3, scale=scale, credit=credit)
     want = slow_advantage(reward, reward_kl, mask, 3, scale_by_std=scale_by_std, to_go=to_go)
     assert torch.allclose(out, torch.tensor(want, dtype=torch.float64))
 
