@@ -59,8 +59,8 @@ def read_saved(folder: Path) -> dict[str, Any]:
     except (OSError, UnicodeError, yaml.YAMLError, AttributeError) as error:
         saved, fault = {}, str(error).splitlines()[0]
     if fault:
-        what = "is damaged, or of another version of leash"
-        raise ValueError(f"{path} {what}: {fault}; put a copy of it back, or start a new run")
+        fault_kind = "is damaged, or of another version of leash"
+        raise ValueError(f"{path} {fault_kind}: {fault}; put a copy of it back, or start a new run")
     return saved
 
 
