@@ -59,8 +59,10 @@ def read_saved(folder: Path) -> dict[str, Any]:
     except (OSError, UnicodeError, yaml.YAMLError, AttributeError) as error:
         saved, fault = {}, str(error).splitlines()[0]
     if fault:
-        fault_kind = "is damaged, or of another version of leash"
-        raise ValueError(f"{path} {fault_kind}: {fault}; put a copy of it back, or start a new run")
+        raise ValueError(
+            f"{path} is damaged, or of another version of leash: {fault}; put a copy of it back, "
+            "or start a new run"
+        )
     return saved
 
 

@@ -36,7 +36,8 @@ def choose_weights(folder: Path, *, keep_best: bool = False) -> Weights:
     """Return the weights of a run to evaluate; ValueError if it has none.
 
     `keep_best`: the first checkpoint with the best objective, if any has an objective. Otherwise
-    the final model of a finished run, else the newest checkpoint that verifies.
+    the final model of a finished run, else the newest checkpoint that verifies, else a model/ that
+    an earlier end of the run left.
     """
     status, place = read_status(folder), str(folder)
     final = Weights(folder, "the final model", place, status.get("iteration"))
