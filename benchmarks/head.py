@@ -30,7 +30,7 @@ def main() -> None:
         dist = TokenDistribution(Head(weight, None, None, dtype), states, keep)
         frozen = TokenDistribution(Head(other, None, None, dtype), states.detach(), keep)
         out = dist.scores(ids, entropy=True, reference=frozen if exact else None)
-        loss = out.log_probs if out.full_kl is None else out.log_probs + out.full_kl
+        loss = out.log_probs if out.divergence is None else out.log_probs + out.divergence
         torch.autograd.grad((up * loss).sum(), (weight, states))
 
     def products(dtype: torch.dtype, exact: bool) -> None:

@@ -259,8 +259,8 @@ class Scorer(nn.Module):
         anchor = sum(p.flatten()[0].float() * 0 for p in self.parameters() if p.requires_grad)
         zeros = torch.zeros(tokens.shape, device=tokens.device) + anchor
         entropies, values = zeros.detach() if entropy else None, zeros if self.critic else None
-        full_kl, term = zeros if full else None, zeros if balance else None
-        return Scores(zeros, entropies, full_kl, values, term)
+        divergence, term = zeros if full else None, zeros if balance else None
+        return Scores(zeros, entropies, divergence, values, term)
 
 
 def text_config(model: nn.Module) -> Any:

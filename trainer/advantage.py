@@ -12,7 +12,7 @@ from torch import Tensor
 from policies.layout import groups
 from policies.random import in_float64
 from trainer.baselines import STD_FLOOR, group_advantage, group_mean, spread
-from trainer.batch import reads
+from trainer.batch import batch_keys
 from trainer.kl.leash import Leash
 from trainer.runtime import Runtime
 
@@ -62,7 +62,7 @@ class GroupAdvantage:
     Writes advantage [B, T] and the keys that `Leash.charge_reward` writes.
     """
 
-    reads = (*Leash.charged, *reads("group_id"))
+    reads = (*Leash.charged, *batch_keys("group_id"))
 
     def __init__(
         self,

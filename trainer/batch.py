@@ -59,8 +59,8 @@ KEYS: dict[NestedKey, Entry] = {
     "teacher_kl_penalty": Entry("[B, T] float32", "k1 to the teacher"),
     "reward_kl": Entry("[B, T] float32", "-coeff * KL, or 0; the sum over the leashes"),
     "reward": Entry("[B, T] float32", "reward_raw + reward_kl"),
-    "kl_left": Entry("[B] float32", "KL coefficient that the loss charges"),
-    "teacher_kl_left": Entry("[B] float32", "the same of the KL to the teacher"),
+    "kl_coeff_in_loss": Entry("[B] float32", "KL coefficient that the loss charges"),
+    "teacher_kl_coeff_in_loss": Entry("[B] float32", "the same of the KL to the teacher"),
     "advantage": Entry("[B, T] float32", "A"),
     "value": Entry("[B, T] float32", "V(tokens < t)"),
     "returns": Entry("[B, T] float32", "advantage + value"),
@@ -71,10 +71,10 @@ KEYS: dict[NestedKey, Entry] = {
 RESPONSE = ("masks", "all_response_mask")
 
 
-def reads(*keys: NestedKey) -> tuple[NestedKey, ...]:
+def batch_keys(*keys: NestedKey) -> tuple[NestedKey, ...]:
     """Return the keys that a part reads; KeyError for a key that KEYS lacks.
 
-    >>> reads("advantage", ("log_probs", "full"))
+    >>> batch_keys("advantage", ("log_probs", "full"))
     ('advantage', ('log_probs', 'full'))
     """
     for key in keys:
@@ -89,29 +89,34 @@ class LeashNames(NamedTuple):
     section: str
     log_probs: NestedKey
     penalty: str
-    left: str
+    coeff_in_loss: str
     loss: str
     coeff: str
 
 
 LEASHES = {
     "ref": LeashNames(
-        "kl", *reads(("ref_log_probs", "full"), "kl_penalty", "kl_left"), "kl", "kl/coeff"
+        "kl",
+        *batch_keys(("ref_log_probs", "full"), "kl_penalty", "kl_coeff_in_loss"),
+        "kl",
+        "kl/coeff",
     ),
     "teacher": LeashNames(
         "teacher",
-        *reads(("teacher_log_probs", "full"), "teacher_kl_penalty", "teacher_kl_left"),
+        *batch_keys(
+            ("teacher_log_probs", "full"), "teacher_kl_penalty", "teacher_kl_coeff_in_loss"
+        ),
         "kl_teacher",
         "kl/teacher_coeff",
     ),
 }
 
 # Keys that a source of batches must write, and keys that the advantage of responses must write.
-SOURCE_WRITES = reads(
+SOURCE_WRITES = batch_keys(
     ("tokens", "full"), ("masks", "all_attention_mask"), "loss_mask", "temperature"
 )
-LEARNT = reads("advantage", "value", "returns")  # what an objective may read of an advantage
-ADVANTAGE_WRITES = reads("reward", "reward_kl")  # by `Leash.charge_reward`
+LEARNT = batch_keys("advantage", "value", "returns")  # what an objective may read of an advantage
+ADVANTAGE_WRITES = batch_keys("reward", "reward_kl")  # by `Leash.charge_reward`
 
 
 def check_written(batch: TensorDictBase, keys: Iterable[NestedKey], part: Any) -> None:

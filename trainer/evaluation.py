@@ -137,47 +137,66 @@ class Evaluate:
         efficiency.begin(responses, write=self.runtime.is_main)
 
     def _play(self, iteration: int, kind: str, progress: Any, on_batch: Any) -> tuple[dict, list]:
-        out, kls = dict[str, float](), dict[str, float]()
+        """Play all plans; return the metrics of all ranks, and a record of each row of this one."""
+        metrics, kls = dict[str, float](), dict[str, float]()
         records: list[dict[str, Any]] = []
-        responses, done = sum(env.group_size for _, env, _ in self.plans), 0
+        responses = sum(env.group_size for _, env, _ in self.plans)  # to a row
+        done = 0  # responses to each row by earlier plans
         for name, env, generator in self.plans:
-            size, first = env.group_size, not done
-            env = self.env.with_group_size(size)  # copies the current transforms
-            sums = dict.fromkeys(("right", "solved", "reward", "rows", "kl", "tokens"), 0.0)
-            sums |= {f"{kind} {label}": 0.0 for label in self.labels for kind in ("right", "rows")}
-            for fraction, part in self._parts(size):
+            first, size = done == 0, env.group_size
+
+            def on_fraction(fraction: float, done: int = done, size: int = size) -> None:
                 progress((done + size * fraction) / responses)
-                if kind != "after":  # a trained run finishes its last evaluation
-                    self.runtime.check_stop()  # equally often on every rank, even without rows
-                if not part:
-                    if name == "sampled":
-                        self._join_scoring()
-                    continue
-                batch: TensorDictBase = collect(self._prompts(part), env, generator, learn=False)
-                if name == "sampled":
-                    batch = self.retrieve_kl(batch)
+
+            sums = self._empty_sums()
+            for batch, part in self._batches(name, size, generator, kind, on_fraction):
                 on_batch(name, batch, part)
                 self._count(sums, batch, part)
-                for i in range(0, size * len(part), size) if first else ():  # one of each row
+                if first:  # the first response to each row
                     options = {"kind": kind, "rewarded": self.task.rewarded}
-                    records.append(transcript(batch, i, iteration, **options))
+                    starts = range(0, len(batch), size)
+                    records += [transcript(batch, i, iteration, **options) for i in starts]
             done += size
             total = self.runtime.all_reduce_sum(sums)
-            rows = max(total["rows"], 1.0)
             if total["tokens"]:
                 kls["eval/kl_ref"] = total["kl"] / total["tokens"]
-                kls["eval/kl_ref_sequence"] = total["kl"] / (rows * size)
-            if not self.task.rewarded or not total["rows"]:
-                continue
-            out[f"eval/{name}_accuracy"] = total["right"] / (rows * size)
-            for label in sorted(filter(None, set(self.labels))):
-                fraction = total[f"right {label}"] / max(total[f"rows {label}"] * size, 1.0)
-                out[f"eval/{name}_accuracy/{label}"] = fraction
-            if size > 1:  # at k = all samples, the HumanEval estimator
-                out[f"eval/pass@{size}"] = total["solved"] / rows
-            if first:
-                out["eval/reward"] = total["reward"] / (rows * size)
-        return out | kls, records
+                kls["eval/kl_ref_sequence"] = total["kl"] / (max(total["rows"], 1.0) * size)
+            if self.task.rewarded and total["rows"]:
+                metrics |= self._accuracies(name, size, total)
+                if first:
+                    metrics["eval/reward"] = total["reward"] / (total["rows"] * size)
+        return metrics | kls, records
+
+    def _batches(
+        self,
+        name: str,
+        size: int,
+        generator: Generator,
+        kind: str,
+        progress: Callable[[float], None],
+    ) -> Iterator[tuple[TensorDictBase, list[int]]]:
+        """Yield the responses of a plan, `size` to a row, and their rows, batch by batch."""
+        env = self.env.with_group_size(size)  # copies the current transforms
+        for fraction, part in self._parts(size):
+            progress(fraction)
+            if kind != "after":  # a trained run finishes its last evaluation
+                self.runtime.check_stop()  # equally often on every rank, even without rows
+            if part:
+                batch: TensorDictBase = collect(self._prompts(part), env, generator, learn=False)
+                yield self.retrieve_kl(batch) if name == "sampled" else batch, part
+            elif name == "sampled":
+                self._join_scoring()
+
+    def _accuracies(self, name: str, size: int, total: dict[str, float]) -> dict[str, float]:
+        """Return the accuracy of a plan, of each label, and pass@k."""
+        rows = total["rows"]
+        out = {f"eval/{name}_accuracy": total["right"] / (rows * size)}
+        for label in sorted(filter(None, set(self.labels))):
+            fraction = total[f"right {label}"] / max(total[f"rows {label}"] * size, 1.0)
+            out[f"eval/{name}_accuracy/{label}"] = fraction
+        if size > 1:  # at k = all samples, the HumanEval estimator
+            out[f"eval/pass@{size}"] = total["solved"] / rows
+        return out
 
     @torch.no_grad()
     def _join_scoring(self) -> None:
@@ -188,6 +207,12 @@ class Evaluate:
                 self.retrieve_kl.scorer(
                     ids, torch.ones_like(ids).bool(), torch.zeros_like(ids).bool()
                 )
+
+    def _empty_sums(self) -> dict[str, float]:
+        """Return the sums that `_count` adds to, all 0."""
+        names = ["right", "solved", "reward", "rows", "kl", "tokens"]
+        names += [f"{count} {label}" for label in self.labels for count in ("right", "rows")]
+        return dict.fromkeys(names, 0.0)
 
     def _count(self, sums: dict[str, float], batch: TensorDictBase, part: list[int]) -> None:
         """Add the scores of the responses to these rows."""

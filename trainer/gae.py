@@ -14,7 +14,7 @@ from torch import Tensor
 from policies.protocols import Policy
 from policies.scorer import score_in_parts
 from trainer.advantage import whiten
-from trainer.batch import reads
+from trainer.batch import batch_keys
 from trainer.kl.leash import Leash
 from trainer.runtime import Runtime
 
@@ -60,7 +60,10 @@ class GAEAdvantage:
     and advantage [B, T].
     """
 
-    reads = *Leash.charged, *reads("group_id", ("tokens", "full"), ("masks", "all_attention_mask"))
+    reads = (
+        *Leash.charged,
+        *batch_keys("group_id", ("tokens", "full"), ("masks", "all_attention_mask")),
+    )
 
     def __init__(
         self,

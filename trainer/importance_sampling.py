@@ -15,7 +15,7 @@ from torch import Tensor
 
 from policies.protocols import Policy
 from policies.scorer import score_in_parts
-from trainer.batch import reads
+from trainer.batch import batch_keys
 from trainer.surrogates import MAX_LOG_RATIO
 
 
@@ -64,7 +64,7 @@ class ImportanceSampling:
     """
 
     # A function of after_rollout that writes policy_weight takes the place of this one.
-    writes = reads(("old_log_probs", "full"), "policy_weight")
+    writes = batch_keys(("old_log_probs", "full"), "policy_weight")
 
     def __init__(
         self,

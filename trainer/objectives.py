@@ -13,7 +13,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from policies.scorer import Scores
-from trainer.batch import reads
+from trainer.batch import batch_keys
 from trainer.kl.estimators import k3
 from trainer.kl.leash import Leash
 from trainer.losses import half_square, minor_sft_term, value_term
@@ -51,7 +51,7 @@ class GRPOObjective:
     from the generator.
     """
 
-    reads = (*Leash.learnt, *reads("advantage", ("old_log_probs", "full"), "policy_weight"))
+    reads = (*Leash.learnt, *batch_keys("advantage", ("old_log_probs", "full"), "policy_weight"))
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class PPOObjective(GRPOObjective):
     `value_clip=None` does not clip the value; `distance` is half the square by default.
     """
 
-    reads = (*GRPOObjective.reads, *reads("value", "returns"))
+    reads = (*GRPOObjective.reads, *batch_keys("value", "returns"))
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class MinorSFTObjective:
     `ReferenceLogProbs` writes the reference log-probs.
     """
 
-    reads = reads(("ref_log_probs", "full"))
+    reads = batch_keys(("ref_log_probs", "full"))
 
     def __init__(self, *, beta: float = 0.1) -> None:
         self.beta = beta

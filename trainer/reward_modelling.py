@@ -14,7 +14,7 @@ from envs.chat_env import ChatEnv
 from envs.tasks.task import assistant
 from policies.models.reward_model import Rewards, compared_tokens, ids_to_end
 from policies.protocols import Policy
-from trainer.batch import reads
+from trainer.batch import batch_keys
 from trainer.demonstrations import make_batch
 from trainer.objectives import Terms
 from trainer.runtime import Runtime
@@ -66,7 +66,7 @@ class PreferenceObjective:
     With aggregation=sequence_mean each row of a pair contributes half of its mean over tokens.
     """
 
-    reads = reads("group_id")
+    reads = batch_keys("group_id")
 
     def __call__(self, scores: Rewards, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""

@@ -17,14 +17,14 @@ from torch import Tensor
 from policies.layout import groups, pack_rows
 from policies.random import in_float64
 from policies.scorer import Scorer
-from trainer.batch import reads
+from trainer.batch import batch_keys
 from trainer.kl.leash import Leash, charged_in_reward, check_charged
 from trainer.losses import token_weights
 from trainer.objectives import EntropyBonus, Objective, Terms
 from trainer.runtime import Runtime
 
 # Keys that the update and the scorer read; `objective.reads` has the others.
-SCORED = reads(
+SCORED = batch_keys(
     ("tokens", "full"),
     ("masks", "all_attention_mask"),
     "loss_mask",

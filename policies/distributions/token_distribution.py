@@ -31,7 +31,7 @@ class Scores:
 
     log_probs: Tensor
     entropy: Tensor | None = None  # nats, of the tempered distribution
-    full_kl: Tensor | None = None  # nats, see `mixture` of TokenDistribution.scores
+    divergence: Tensor | None = None  # nats, see `mixture` of TokenDistribution.scores
     values: Tensor | None = None  # reward, V(tokens < t) of the critic
     imbalance: Tensor | None = None  # of the experts, see `imbalance` in policies/scorer.py
 
@@ -110,14 +110,14 @@ class TokenDistribution:
         2306.13649 eq. 1).
         """
         both = [self] if reference is None else [self, reference]
-        reads, scales = [(d.head, d.states) for d in both], [d.scale for d in both]
+        sides, scales = [(d.head, d.states) for d in both], [d.scale for d in both]
         options = {"entropy": entropy, "learn": learn, "mixture": mixture}
-        columns = score_columns(reads, value[self.mask], scales, **options)
+        columns = score_columns(sides, value[self.mask], scales, **options)
         return Scores(*(None if c is None else placed(c.squeeze(-1), self.mask) for c in columns))
 
 
 def score_columns(
-    reads: list[tuple[Head, Tensor]],
+    sides: list[tuple[Head, Tensor]],
     target: Tensor,
     scales: list[Tensor | None],
     *,
@@ -127,11 +127,11 @@ def score_columns(
 ) -> tuple[Tensor | None, ...]:
     """Return log-prob, entropy or None, divergence or None of the kept tokens, [K, 1] each.
 
-    reads: head and states [K, H] of the policy, and of the reference for a divergence; target [K]:
-    the ids; scales: the temperature [K, 1] of each of `reads`, None for 1.
+    sides: head and states [K, H] of the policy, and of the reference for a divergence; target [K]:
+    the ids; scales: the temperature [K, 1] of each of `sides`, None for 1.
     """
-    head, states = reads[0]
-    fixed = [(h, x.detach().to(h.dtype or h.weight.dtype)) for h, x in reads]
+    head, states = sides[0]
+    fixed = [(h, x.detach().to(h.dtype or h.weight.dtype)) for h, x in sides]
     options = entropy or learn, learn, torch.is_grad_enabled(), mixture
     return _Sliced.apply(states, head.weight, head.bias, fixed, target, scales, *options)
 
@@ -165,14 +165,15 @@ class _Sliced(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, states, weight, bias, reads, target, scales, entropy, learn, keep, mixture
+        ctx: Any, states, weight, bias, sides, target, scales, entropy, learn, keep, mixture
     ):
-        """Return the columns; `reads` are (head, states) of the policy and of the reference."""
+        """Return the columns; `sides` are (head, states) of the policy and of the reference."""
         keep = keep and any(ctx.needs_input_grad[:3])
-        outputs = _Outputs(reads, ctx.needs_input_grad[1], keep)
-        sizes = [len(head.weight) for head, _ in reads]
+        outputs = _Outputs(sides, ctx.needs_input_grad[1], keep)
+        sizes = [len(head.weight) for head, _ in sides]
+        exact_kl = len(sides) > 1 and mixture == 1  # else `_divergence` makes a pass of its own
         chosen = 0.0  # the logit of each target, [K, 1]
-        parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in reads]  # per slice, for `_joined`
+        parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in sides]  # per slice, for `_joined`
         mean_logits: list[Tensor] = []  # per slice: E[z - max z] under p within the slice, [K, 1]
         mean_gaps: list[Tensor] = []  # per slice: E[z of the reference - z] in the same way, [K, 1]
         for at in _slices(sizes, target):
@@ -185,36 +186,27 @@ class _Sliced(torch.autograd.Function):
                 top = z.amax(-1, keepdim=True)  # [K, 1]
                 part.append((top, 1 / p.amax(-1, keepdim=True)))  # max p = exp(0) / total
             # Rows of one head alone pad its embedding: both have only the first min(sizes).
-            if len(reads) > 1 and at.stop <= min(sizes) and mixture == 1:
+            if exact_kl and at.stop <= min(sizes):
                 mean_gaps.append(_mean(logits[1].sub_(policy), probs[0]))
             if entropy:
                 top, _ = parts[0][-1]
                 mean_logits.append(_mean(policy.sub_(top), probs[0]))  # last: it overwrites z
-        norm = _joined(parts[0])
-        log_norms = [norm.top + norm.log_total]  # log sum exp z of each of `reads`, [K, 1]
-        spread = divergence = slope_sum = None
-        if entropy:  # S = log sum exp z - E[z]
-            mean = torch.cat(mean_logits, -1) + norm.tops - norm.top  # [K, slices]
-            spread = norm.log_total - (mean * norm.shares).sum(-1, keepdim=True)  # [K, 1]
-        if len(reads) > 1:
-            theirs = _joined(parts[1])
-            log_norms.append(theirs.top + theirs.log_total)
-            if mixture == 1:
-                common = norm.shares[:, : len(mean_gaps)]  # [K, slices]
-                mass = common.sum(-1, keepdim=True)  # [K, 1], 1 but for rounding and padded rows
-                gap = (torch.cat(mean_gaps, -1) * common).sum(-1, keepdim=True)  # [K, 1]
-                divergence = mass * (theirs.top - norm.top + theirs.log_total - norm.log_total)
-                divergence = divergence - gap  # [K, 1]
-                slope_sum = divergence + mass  # sum of p (f + 1), [K, 1]
-            else:
-                divergence, slope_sum = _divergence(outputs, target, scales, log_norms, mixture)
-        ctx.save_for_backward(states, weight, bias, spread, slope_sum)
+        norms = [_joined(part) for part in parts]
+        log_norms = [norm.top + norm.log_total for norm in norms]  # log sum exp z, [K, 1] each
+        entropies = divergence = slope_sum = None
+        if entropy:
+            entropies = _entropy(norms[0], mean_logits)  # [K, 1]
+        if exact_kl:
+            divergence, slope_sum = _exact_kl(*norms, mean_gaps)  # [K, 1] each
+        elif len(sides) > 1:
+            divergence, slope_sum = _divergence(outputs, target, scales, log_norms, mixture)
+        ctx.save_for_backward(states, weight, bias, entropies, slope_sum)
         ctx.outputs, ctx.log_norms = outputs, log_norms
         ctx.inputs = target, scales, sizes, mixture
         ctx.set_materialize_grads(False)
         if entropy and not learn:
-            ctx.mark_non_differentiable(spread)
-        return chosen - norm.top - norm.log_total, spread, divergence
+            ctx.mark_non_differentiable(entropies)
+        return chosen - norms[0].top - norms[0].log_total, entropies, divergence
 
     @staticmethod
     @once_differentiable
@@ -225,9 +217,9 @@ class _Sliced(torch.autograd.Function):
 
         Arguments: the gradients of the outputs of `forward`, [K, 1] each.
         """
-        states, weight, bias, spread, slope_sum = ctx.saved_tensors
+        states, weight, bias, entropies, slope_sum = ctx.saved_tensors
         outputs, (target, scales, sizes, mixture) = ctx.outputs, ctx.inputs
-        head, hidden = outputs.reads[0]
+        head, hidden = outputs.sides[0]
         by_states = torch.zeros_like(states, dtype=torch.promote_types(states.dtype, torch.float32))
         by_weight = outputs.by_weight  # [V, H]: the memory from which `outputs.read` reads
         if by_weight is None and ctx.needs_input_grad[1]:
@@ -243,19 +235,14 @@ class _Sliced(torch.autograd.Function):
             factor: Tensor | float = 0.0 if d_log_prob is None else -d_log_prob  # [K, 1]
             added = None
             if d_divergence is not None:
-                pull = slope_sum.clone()  # [K, 1], then [K, v]: sum(g) - g / p
+                log_q = None
                 if at.stop <= min(sizes):
                     log_q = _tempered(outputs.read(1, at), scales[1]).sub_(ctx.log_norms[1])
-                    if mixture == 0:  # g = -q
-                        added = log_q.exp_().mul_(-d_divergence)  # [K, v]
-                    elif mixture == 1:  # g = p (f + 1)
-                        pull = log_q.sub_(log_p).add_(pull - 1)
-                    else:  # g = (1 - mixture) p (log p - log m)
-                        log_m = _log_mixture(log_p, log_q, mixture)  # [K, v]
-                        pull = log_m.sub_(log_p).mul_(1 - mixture).add_(pull)
+                pull, added = _slopes(log_p, log_q, slope_sum, mixture)  # [K, v] each
                 factor = pull.mul_(-d_divergence).add_(factor)
+                added = None if added is None else added.mul_(-d_divergence)
             if d_entropy is not None:
-                factor = log_p.add_(spread).mul_(-d_entropy).add_(factor)  # [K, v]
+                factor = log_p.add_(entropies).mul_(-d_entropy).add_(factor)  # [K, v]
             grad.mul_(factor)
             if added is not None:
                 grad.add_(added)
@@ -281,9 +268,9 @@ class _Outputs:
     the same place. Outputs that do not fit there take up to SAVED bytes of other memory.
     """
 
-    def __init__(self, reads: list[tuple[Head, Tensor]], learns: bool, keep: bool) -> None:
-        self.reads, self.memory, self.by_weight = reads, None, None
-        head, states = reads[0]
+    def __init__(self, sides: list[tuple[Head, Tensor]], learns: bool, keep: bool) -> None:
+        self.sides, self.memory, self.by_weight = sides, None, None
+        head, states = sides[0]
         count = len(states)
         if keep and learns:
             self.by_weight = torch.empty_like(head.weight, memory_format=torch.contiguous_format)
@@ -291,12 +278,12 @@ class _Outputs:
         if keep and (self.memory is None or self.memory.shape[1] < count):
             self.by_weight = None
             size = len(head.weight) * count * states.itemsize
-            fits = min(SAVED // max(size, 1), len(reads))
+            fits = min(SAVED // max(size, 1), len(sides))
             self.memory = states.new_empty(len(head.weight), fits * count)
 
     def compute(self, number: int, at: slice) -> Tensor:
         """Return the logits [K, v] of some columns; of columns that a head lacks, LOWEST."""
-        head, states = self.reads[number]
+        head, states = self.sides[number]
         if at.start >= len(head.weight):
             dtype = torch.promote_types(states.dtype, torch.float32)
             return states.new_full((len(states), at.stop - at.start), LOWEST, dtype=dtype)
@@ -308,11 +295,11 @@ class _Outputs:
     def read(self, number: int, at: slice) -> Tensor:
         """Return the same logits, from memory if they are there; the caller may overwrite them."""
         place = self._place(number, at)
-        return self.compute(number, at) if place is None else self.reads[number][0].finish(place)
+        return self.compute(number, at) if place is None else self.sides[number][0].finish(place)
 
     def _place(self, number: int, at: slice) -> Tensor | None:
         """Return the memory of outputs [K, v], None if there is none."""
-        states = self.reads[number][1]
+        states = self.sides[number][1]
         count, columns = len(states), at.stop - at.start
         if self.memory is None or states.dtype != self.memory.dtype:
             return None
@@ -322,6 +309,44 @@ class _Outputs:
         return self.memory[at].flatten()[number * size :][:size].view(count, columns)
 
 
+def _entropy(norm: "_Norm", mean_logits: list[Tensor]) -> Tensor:
+    """Return S = log sum exp z - E[z], [K, 1], from E[z - max z] of each slice."""
+    mean = torch.cat(mean_logits, -1) + norm.tops - norm.top  # [K, slices]
+    return norm.log_total - (mean * norm.shares).sum(-1, keepdim=True)
+
+
+def _exact_kl(norm: "_Norm", reference: "_Norm", mean_gaps: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return KL(policy || reference) and the sum of p (f + 1), [K, 1] each.
+
+    f = log p - log q = z - z' - (log sum exp z - log sum exp z'), with z' of the reference;
+    `mean_gaps` has E[z' - z] of each slice that both have.
+    """
+    common = norm.shares[:, : len(mean_gaps)]  # [K, slices]
+    mass = common.sum(-1, keepdim=True)  # [K, 1], 1 but for rounding and padded rows
+    gap = (torch.cat(mean_gaps, -1) * common).sum(-1, keepdim=True)  # [K, 1]
+    kl = mass * (reference.top - norm.top + reference.log_total - norm.log_total)
+    kl = kl - gap  # [K, 1]
+    return kl, kl + mass
+
+
+def _slopes(
+    log_p: Tensor, log_q: Tensor | None, slope_sum: Tensor, mixture: float
+) -> tuple[Tensor, Tensor | None]:
+    """Return two parts of the divergence's -dD / dz = p * first + second, [K, v] or [K, 1].
+
+    -dD / dz = p sum(g) - g with g = dD / d log p. A g of the form p * ... is in the first part. The
+    columns of one head alone have no log_q, and g = 0. Overwrites log_q.
+    """
+    if log_q is None:
+        return slope_sum.clone(), None
+    if mixture == 0:  # g = -q
+        return slope_sum.clone(), log_q.exp_()
+    if mixture == 1:  # g = p (f + 1)
+        return log_q.sub_(log_p).add_(slope_sum - 1), None
+    log_m = _log_mixture(log_p, log_q, mixture)  # [K, v]; g = (1 - mixture) p (log p - log m)
+    return log_m.sub_(log_p).mul_(1 - mixture).add_(slope_sum), None
+
+
 def _divergence(
     outputs: _Outputs, target: Tensor, scales: list, log_norms: list[Tensor], mixture: float
 ) -> tuple[Tensor, Tensor]:
@@ -329,7 +354,7 @@ def _divergence(
 
     Another pass over the columns of both vocabularies, since it needs normalised log-probs.
     """
-    sizes = [len(head.weight) for head, _ in outputs.reads]
+    sizes = [len(head.weight) for head, _ in outputs.sides]
     value, slope_sum = torch.zeros_like(log_norms[0]), torch.zeros_like(log_norms[0])  # [K, 1]
     for at in _slices(sizes, target):
         if at.stop > min(sizes):

@@ -321,7 +321,7 @@ def test_the_gradient_of_the_slices_is_that_of_whole_logits(
     reference = TokenDistribution(Head(theirs[1], None, cap), theirs[0], keep, temperature=2 * at)
     dist = TokenDistribution(Head(weight, bias, cap), states, keep, temperature=at)
     found = dist.scores(ids, learn=True, reference=reference, mixture=mixture)
-    for i, values in enumerate((found.log_probs, found.entropy, found.full_kl)):
+    for i, values in enumerate((found.log_probs, found.entropy, found.divergence)):
         torch.testing.assert_close(values[keep], plain[i], atol=1e-6, rtol=1e-6)
         grads = [
             torch.autograd.grad((up[i] * x).sum(), (states, weight, bias), retain_graph=True)

@@ -54,7 +54,7 @@ def test_a_fresh_reference_shares_all_weights_and_has_a_kl_of_exactly_0():
     assert {p.data_ptr() for p in reference.scorer.parameters()} == mine
     scores = policy.scorer(IDS, EVERY, reference=reference.scorer)
     assert torch.equal(scores.log_probs, reference.scorer(IDS, EVERY).log_probs)
-    assert not scores.full_kl.any()
+    assert not scores.divergence.any()
 
 
 def test_a_reference_that_moves_adds_a_frozen_adapter_alone():
@@ -85,8 +85,8 @@ def test_the_exact_kl_has_the_gradient_that_a_separate_reference_gives(again):
         group = torch.zeros(2, dtype=torch.int64)
         scores = one.scorer.train()(IDS, EVERY, reference=reference, group_id=group)
         trained = list(lora.trained_weights(one.model).values())
-        loss = scores.log_probs.sum() + 3 * scores.full_kl.sum()
-        kl.append(scores.full_kl)
+        loss = scores.log_probs.sum() + 3 * scores.divergence.sum()
+        kl.append(scores.divergence)
         grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, trained)]))
     torch.testing.assert_close(*kl, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-9)

@@ -115,7 +115,7 @@ def test_entropy_and_exact_kl_equal_sums_over_the_vocabulary(sharing) -> None:
         p, q = ((m(row[None]).logits[0, :-1] / 1.3).softmax(-1) for m in (model, other))
         for got, want in (
             (scores.entropy, -(p * p.log()).sum(-1)),
-            (scores.full_kl, (p * (p / q).log()).sum(-1)),
+            (scores.divergence, (p * (p / q).log()).sum(-1)),
         ):
             torch.testing.assert_close(got[i, 1 : len(row)].double(), want, atol=1e-5, rtol=0)
 
@@ -128,7 +128,7 @@ def test_the_exact_kl_to_a_wider_embedding_is_over_the_common_tokens() -> None:
     tokens, mask = ROWS[0][None], torch.ones(1, len(ROWS[0]), dtype=torch.bool)
     for curr, ref in ((model, other), (other, model)):
         p, q = (m(tokens).logits[0, :-1].softmax(-1)[:, :V] for m in (curr, ref))
-        got = Scorer(curr)(tokens, mask, reference=Scorer(ref)).full_kl
+        got = Scorer(curr)(tokens, mask, reference=Scorer(ref)).divergence
         want = (p * (p / q).log()).sum(-1)
         torch.testing.assert_close(got[0, 1:].double(), want, atol=1e-5, rtol=0)
 

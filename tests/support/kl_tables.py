@@ -66,7 +66,7 @@ def estimate(policy: Table, ref: Table, estimator: str) -> Tensor:
         head, every = Head(torch.eye(V, dtype=torch.float64), None, None), SEQUENCES >= 0
         reference = TokenDistribution(head, others, every)
         options = {"reference": reference, "mixture": row.mixture}
-        return TokenDistribution(head, states, every).scores(SEQUENCES, **options).full_kl
+        return TokenDistribution(head, states, every).scores(SEQUENCES, **options).divergence
     curr = policy.log_probs()  # [N, 2]; the ratio is 1
     log_ratio = curr - ref.log_probs().detach()  # [N, 2]
     return row.term(TokenKL(log_ratio, curr, curr.detach()))
@@ -104,7 +104,7 @@ def expected(
     batch["advantage"] = gae(batch["reward"], value, batch["loss_mask"], gamma=1.0, lmbda=1.0)
     full = estimate(policy, ref, estimator) if needs == "vocabulary" else None
     made = GRPOObjective(clip_low=1.0, clip_high=1e9, leash=leash)
-    terms = made(Scores(curr, full_kl=full), batch)
+    terms = made(Scores(curr, divergence=full), batch)
     loss = sum((who.chance().detach() * term).sum() for term in terms.loss.values())
     return policy.gradient(loss) / COEFF
 

@@ -137,7 +137,7 @@ def measure(folder: Path) -> Measured:
         mask = pad_mask([len(row) for row in rows], side=side)
         options |= {"temperature": TEMPERATURE}
         scores = scorer(pad(rows, side=side), mask, **options)
-        kl = scores.log_probs if scores.full_kl is None else scores.full_kl
+        kl = scores.log_probs if scores.divergence is None else scores.divergence
         return [x[m] for x, m in zip(kl, mask, strict=True)]
 
     def distance(got: list[Tensor], want: list[Tensor] = want) -> float:

@@ -31,10 +31,10 @@ from trainer.surrogates import (
 )
 
 
-def full_kl(curr: Tensor, ref: Tensor) -> Tensor:
+def divergence(curr: Tensor, ref: Tensor) -> Tensor:
     ids, head = torch.zeros(1, 1, dtype=torch.int64), Head(torch.eye(3), None, None)
     dists = [TokenDistribution(head, logits[None], ids == 0) for logits in (curr, ref)]
-    return dists[0].scores(ids, reference=dists[1]).full_kl[0]
+    return dists[0].scores(ids, reference=dists[1]).divergence[0]
 
 
 def randn(*shape, seed: int = 0) -> Tensor:
@@ -52,7 +52,7 @@ def test_extreme_log_ratios_stay_finite(size, sign):
     terms = [clip(curr, zero, torch.tensor([sign]))]
     token = TokenKL(curr - zero, curr, zero)
     terms += [own.term(token) for own in ESTIMATORS.values() if own.needs != "vocabulary"]
-    terms.append(full_kl(torch.cat([curr, torch.zeros(2)]), torch.zeros(3)))
+    terms.append(divergence(torch.cat([curr, torch.zeros(2)]), torch.zeros(3)))
     total = torch.cat(terms)
     assert torch.isfinite(total).all()
     total.sum().backward()

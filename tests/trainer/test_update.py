@@ -441,9 +441,9 @@ def test_log_probs_kl_entropy_and_values_are_float32(options):
     every = torch.ones_like(ids, dtype=torch.bool)
     reference = load_reference(policy).scorer
     mine = policy.scorer(ids, every, entropy=True, reference=reference)
-    for value in (mine.log_probs, mine.entropy, mine.full_kl, mine.values):
+    for value in (mine.log_probs, mine.entropy, mine.divergence, mine.values):
         assert value.dtype == torch.float32
-    assert not mine.full_kl.any(), "the same rounding in both"
+    assert not mine.divergence.any(), "the same rounding in both"
     wanted = exact.scorer(ids, every, entropy=True)
     # In bfloat16 a sum over the vocabulary would be off by 1 % and log-probs of 5 by 0.03 each.
     total = policy.scorer.logits(ids, every).float().log_softmax(-1).exp().sum(-1)[:, 1:]

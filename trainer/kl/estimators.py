@@ -24,14 +24,14 @@ class TokenKL:
     """What an estimator may use of each sampled token.
 
     log_ratio: log policy - log reference. curr, gen: log-probs of the trained policy and of the
-    sampling policy; in the reward they are equal. full_kl: the exact divergence over the
+    sampling policy; in the reward they are equal. divergence: the exact divergence over the
     vocabulary, for an estimator that needs "vocabulary".
     """
 
     log_ratio: Tensor
     curr: Tensor
     gen: Tensor
-    full_kl: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,11 @@ class Estimator:
     """An estimator of the KL of a token: `term` maps TokenKL to nats [B, T].
 
     In the loss the gradient is autograd's of `term`; in the reward `term` is a number.
-    `needs`: "samples" (the log-ratio), "ratio" (curr and gen) or "vocabulary" (full_kl); the reward
-    has samples only. `refused`: reason and remedy for each place in which the expected gradient is
-    not that of a KL; kl.allow_biased=true allows the pair if the place has what it needs.
-    `mixture` selects full_kl (`TokenDistribution.scores`), which is logged as kl/ref_<metric> or
+    `needs`: "samples" (the log-ratio), "ratio" (curr and gen) or "vocabulary" (divergence); the
+    reward has samples only. `refused`: reason and remedy for each place in which the expected
+    gradient is not that of a KL; kl.allow_biased=true allows the pair if the place has what it
+    needs.
+    `mixture` selects the divergence (`TokenDistribution.scores`), logged as kl/ref_<metric> or
     kl/teacher_<metric>.
     """
 
@@ -82,8 +83,8 @@ def k3_ratio(token: TokenKL) -> Tensor:
 
 def exact_kl(token: TokenKL) -> Tensor:
     """Return the exact divergence of each token's state."""
-    assert token.full_kl is not None
-    return token.full_kl
+    assert token.divergence is not None
+    return token.divergence
 
 
 NO_PULL = "it has no KL gradient near the reference; use k1"

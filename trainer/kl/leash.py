@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.scorer import Scores
-from trainer.batch import LEASHES, LeashNames, reads
+from trainer.batch import LEASHES, LeashNames, batch_keys
 from trainer.kl.controllers import KLControllerBase
 from trainer.kl.estimators import Estimator, TokenKL, check_place, find_estimator
 
@@ -33,10 +33,10 @@ class Leash:
     """
 
     # Keys that `charge_reward` reads, and keys that `loss_term` reads.
-    charged: ClassVar = reads(
+    charged: ClassVar = batch_keys(
         "reward_raw", "loss_mask", "kl_penalty", ("log_probs", "full"), ("ref_log_probs", "full")
     )
-    learnt: ClassVar = reads(
+    learnt: ClassVar = batch_keys(
         ("log_probs", "full"), ("ref_log_probs", "full"), ("teacher_log_probs", "full")
     )
 
@@ -93,7 +93,7 @@ class Leash:
 
     def exact(self, scores: Scores) -> dict[str, Tensor]:
         """Return the exact divergence [B, T] by the name of its metric, or {} if not computed."""
-        kl, exact = scores.full_kl, self.exact_leash
+        kl, exact = scores.divergence, self.exact_leash
         if kl is None or exact is None:
             return {}
         return {f"kl/{exact.name}_{exact._estimator.metric}": kl.detach()}
@@ -107,14 +107,14 @@ class Leash:
         """Write reward_kl and reward = reward_raw + reward_kl.
 
         reward_kl [B, T] is -coeff * KL at the tokens of the loss mask, or 0 if the loss charges the
-        KL. kl_left [B] is the coefficient that the loss must charge; `check_charged` reads it.
+        KL. kl_coeff_in_loss [B] is the coefficient that the loss must charge: `check_charged`.
         """
         raw = batch.get("reward_raw")  # [B, T]
         first, *more = [each._reward_part(batch) for each in self.each]  # [B, T] each
         charged = sum(more, start=first)  # [B, T]
         for each in self.each:
-            left = 0.0 if each.where == "reward" else each.coeff
-            batch.set(each.names.left, torch.full_like(raw[:, 0], left))
+            in_loss = 0.0 if each.where == "reward" else each.coeff
+            batch.set(each.names.coeff_in_loss, torch.full_like(raw[:, 0], in_loss))
         batch.set("reward_kl", charged)
         return batch.set("reward", raw + charged)
 
@@ -141,7 +141,7 @@ class Leash:
         ref = batch.get(self.names.log_probs, None)  # [B, T]
         if ref is None:
             raise ValueError(self._missing(".".join(self.names.log_probs)))
-        kl = self._estimator.term(TokenKL(curr - ref, curr, gen, scores.full_kl))  # [B, T]
+        kl = self._estimator.term(TokenKL(curr - ref, curr, gen, scores.divergence))  # [B, T]
         if kl.shape != curr.shape or kl.requires_grad != curr.requires_grad:
             name = f"{self.names.section}.estimator"
             text = f"expected the term of {name} to be {[*curr.shape]} with a gradient"
@@ -171,8 +171,8 @@ def charged_in_reward(leash: Leash, batch: TensorDictBase) -> set[str]:
     """Return the loss names of the KLs that `charge_reward` left nothing of to the loss."""
     charged = set()
     for each in leash.each:
-        left = batch.get(each.names.left, None)  # [B]
-        if left is not None and not bool(left.any()):  # waits for the device
+        in_loss = batch.get(each.names.coeff_in_loss, None)  # [B]
+        if in_loss is not None and not bool(in_loss.any()):  # waits for the device
             charged.add(each.names.loss)
     return charged
 

@@ -129,7 +129,9 @@ def test_the_kl_to_a_teacher_is_charged_once_beside_that_to_the_reference(of_lea
     if of_teacher == "reward":
         alone = GroupAdvantage(group_size=G, leash=leash(COEFF, of_leash))
         with pytest.raises(ValueError, match=r"teacher\.coeff is charged never"):
-            make_update(case.policy, objective, optimizer)(alone(batch.exclude("teacher_kl_left")))
+            make_update(case.policy, objective, optimizer)(
+                alone(batch.exclude("teacher_kl_coeff_in_loss"))
+            )
 
 
 def test_two_exact_divergences_are_refused():
