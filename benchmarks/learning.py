@@ -32,6 +32,7 @@ EXPERIMENTS = (
     "gspo_tiny",
     "cispo_tiny",
     "dppo_tiny",
+    "gdpo_tiny",
     "rloo_tiny",
     "reinforce_pp_tiny",
     "reinforce_pp_baseline_tiny",
@@ -39,7 +40,7 @@ EXPERIMENTS = (
 )
 # Okabe and Ito's colours and three more, dark enough for white paper and light enough for black.
 HUES = ("#0077b6", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#7f7f7f", "#8c564b")
-HUES = (*HUES, "#9467bd", "#e0245e", "#2a9d8f")
+HUES = (*HUES, "#9467bd", "#e0245e", "#2a9d8f", "#6a5acd")
 PANELS = (  # metric, title, iterations averaged per point
     ("eval/sampled_accuracy", "held-out accuracy, sampled", 1),
     ("reward/raw_mean", "reward", 5),

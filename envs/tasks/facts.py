@@ -1,8 +1,10 @@
 """Short factual questions with one checkable answer; the embedded model knows about half.
 
-Train and eval have different subjects (data/facts.json): short, certain answers carry over to eval,
-facts do not. The list has the places whose capital the model completes with probability above 0.3
-after "The capital of X is"; 40 random ones are held out.
+The kinds are capitals, countries of cities, continents of countries, opposites and plurals
+(data/facts.json). The list has the subjects whose answer SmolLM2 completes with probability above
+0.3 after the form of the response ("The capital of X is"); two in five of each kind, drawn at
+random, are held out. A fact and its reverse (the capital of France, the country of Paris) are on
+one side: the form of the response carries over to eval, facts do not.
 A response is right if it names the answer, no other answer of the same kind, and ends by itself.
 """
 
