@@ -42,7 +42,7 @@ class Generator(Protocol):
     def get_new_version(self, **changes: Any) -> "Generator": ...
 
 
-class Engine(Generator, Protocol):
+class EngineGenerator(Generator, Protocol):
     """Sample with a copy of the weights, which `load_weights` replaces; `scorer` probes it.
 
     `load_weights` iterates over all of them on every rank: with shards each step gathers one.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from policies.models.weights import weights_of
-from policies.protocols import Engine, Generator, Policy
+from policies.protocols import EngineGenerator, Generator, Policy
 from policies.scorer import placement_of
 
 MIN_MOVE = 0.01  # share of the tolerance; when the policy moves more, the engine must follow
@@ -53,7 +53,7 @@ def push_weights(
     """
     if generator is None or generator is policy:
         return SyncResult()
-    engine: Engine = generator
+    engine: EngineGenerator = generator
     limit, size = engine.tolerance, policy.model.get_input_embeddings().num_embeddings
     probe = torch.linspace(0, size - 1, 32).long().reshape(2, 16)  # from all over the vocabulary
     expected, confirmed = _log_probs(policy, probe), None if last is None else last.confirmed
@@ -99,7 +99,7 @@ def _check_arrived(
 
 
 @torch.no_grad()
-def _log_probs(policy: Policy | Engine, probe: Tensor) -> Tensor:
+def _log_probs(policy: Policy | EngineGenerator, probe: Tensor) -> Tensor:
     ids = probe.to(policy.device)
     with placement_of(policy).forwards(1):
         return policy.scorer(ids, torch.ones_like(ids, dtype=torch.bool)).log_probs.cpu()

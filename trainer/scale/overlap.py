@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from policies.protocols import Engine, Policy
+from policies.protocols import EngineGenerator, Policy
 from trainer.sources import DynamicRollouts, Rollouts
 from trainer.weight_sync import SyncResult, weight_sync
 
@@ -63,7 +63,7 @@ class Overlap:
         batch.set(("logged", "time/sample_s"), torch.full_like(behind[:, 0], seconds))
         return self.source.finished(batch)
 
-    def sync(self, policy: Policy, generator: Engine, **proof: Any) -> SyncResult:
+    def sync(self, policy: Policy, generator: EngineGenerator, **proof: Any) -> SyncResult:
         """Run `weight_sync` once nothing is being played."""
         wait(self.plays.values())
         return weight_sync(policy, generator, **proof)
