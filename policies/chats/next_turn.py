@@ -66,24 +66,32 @@ class StandIn:
         return cls(blank, len(messages), anchor)
 
     def find_gap(self, outlines: Outlines) -> Gap:
-        """Return the gap; LostTurn if the template drops the turn or a new message."""
+        """Return the gap; LostTurn if the template drops the turn or a new message.
+
+        `after` is the text behind the turn's last content in the chat that goes on. It begins with
+        the end of the turn (ChatML: `<|im_end|>`), which the ids may have already: the part that a
+        chat that stops here has too. The next role begins behind it.
+        """
         before, after = self._texts_after_turn(outlines)
         contents = [message["content"] for message in self.chat]
         called = bool(self.chat[self.size - 1].get("tool_calls"))  # their markup is in the text
         markers = outlines.control_markers(after)
-        same = count_same(before.rstrip(), after)
-        same = next((m.start for m in markers if m.start < same < m.stop), same)
-        closing = closing_markers(after[:same], markers)
+        common = count_same(before.rstrip(), after)
+        for marker in markers:
+            if marker.start < common < marker.stop:
+                common = marker.start  # half a marker is none
+        closing = closing_markers(after[:common], markers)
         if closing:
             start = closing[-1].start if called else 0
             return Gap(after, start, {m.token: m.stop for m in closing}, contents)
         # The next role's token ends the turn (GLM), or a chat's last turn ends otherwise (gpt-oss)
-        start = same if called else 0
-        opening = next((m for m in markers if m.stop > same), None)
+        start = common if called else 0
+        opening = next((m for m in markers if m.stop > common), None)
         if opening is None:
             return Gap(after, start, {}, contents)
-        others = [m.token for m in outlines.control_markers(before) if m.stop > same]
-        return Gap(after, start, dict.fromkeys([opening.token, *others], opening.stop), contents)
+        last_turn = [m.token for m in outlines.control_markers(before) if m.stop > common]
+        ends = dict.fromkeys([opening.token, *last_turn], opening.stop)
+        return Gap(after, start, ends, contents)
 
     def _texts_after_turn(self, outlines: Outlines) -> tuple[str, str]:
         """Return the text after the last turn of a chat, and that in the chat that goes on."""

@@ -97,7 +97,11 @@ class InputReader:
         return masks
 
     def sequences(self, td: TensorDictBase, side: str = "left") -> Sequences:
-        """Return the sequences at `full`: unchanged if dense, else padded on `side`."""
+        """Return the sequences at `full`: unchanged if dense, else padded on `side`.
+
+        Without ids the chats of the td are rendered. The assistant mask is that of the rendered
+        chats, else the td's, else that of a history whose ids are those of the td.
+        """
         key = self.ids_key("full")
         ids = rows(td, key)
         if ids is None:
@@ -105,29 +109,35 @@ class InputReader:
         elif _ragged(td, key):
             seq = self._stacked(td, ids, side)
         else:
-            tokens = td.get(key).to(self.policy.device)
+            tokens = td.get(key).to(self.policy.device)  # [B, T]
             seq = Sequences(tokens, self._attention(td, tokens), dense=True)
-        strict, tokens = ids is not None, seq.tokens
+        given = ids is not None  # so the td's masks must fit its ids
         if seq.assistant is None:
             key = self.policy.key_of("masks", "all_assistant_mask")
-            seq = replace(seq, assistant=self._mask_of(td, tokens, key, side, strict=strict))
-        records = self.records(td) if strict and seq.assistant is None else None
-        if records is not None:
-            seq = self._with_assistant(seq, self._fresh(td, "full", records, "left"))
+            assistant = self._mask_of(td, seq.tokens, key, side, strict=given)  # [B, T]
+            seq = replace(seq, assistant=assistant)
+        if seq.assistant is None and given:
+            records = self.records(td)
+            if records is not None:
+                seq = self._with_assistant(seq, self._fresh(td, "full", records, "left"))
         key = self.policy.key_of("masks", "all_response_mask")
-        seq = replace(seq, response=self._mask_of(td, tokens, key, side, strict=strict))
+        response = self._mask_of(td, seq.tokens, key, side, strict=given)  # [B, T]
+        seq = replace(seq, response=response)
         return replace(seq, after=self.after_prompt(td, seq, self.prompt_key))
 
     def _with_assistant(self, seq: Sequences, fresh: Sequences) -> Sequences:
         """Add the assistant mask of the td's history if it renders to exactly these ids.
 
-        Padding is recognised without an attention mask too.
+        A td without an attention mask may be padded all the same, on either side: the history's
+        own padding, and its mirror image, are tried too.
         """
-        sizes, masks = fresh.attention.sum(-1), [seq.attention]
+        sizes = fresh.attention.sum(-1)  # [B]
+        masks = [seq.attention]
         if seq.attention.all() and fresh.tokens.shape == seq.tokens.shape:
-            masks += [fresh.attention, fresh.attention.flip(-1)]  # padded on either side
-        ids, assistant = fresh.tokens[fresh.attention], fresh.assistant[fresh.attention]
-        padding = seq.tokens == self.policy.pad_token_id
+            masks += [fresh.attention, fresh.attention.flip(-1)]
+        ids = fresh.tokens[fresh.attention]  # [K], of all rows
+        assistant = fresh.assistant[fresh.attention]  # [K]
+        padding = seq.tokens == self.policy.pad_token_id  # [B, T]
         for mask in masks:
             same = torch.equal(mask.sum(-1), sizes) and torch.equal(seq.tokens[mask], ids)
             if same and (mask is seq.attention or padding[~mask].all()):
