@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
+from envs.answers.extraction import split_thoughts, tagged
 from envs.data import LazyRows
-from envs.rewards.answers import tagged
 from envs.rewards.workers import LazyFunction, Workers
-from envs.tasks.math_words import split_thoughts
 from envs.tasks.task import Response, Reward, Row, Split, Task, assistant, user
 from policies.optional_packages import EXTRAS
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from policies.lazy import lazy
 
 if TYPE_CHECKING:
-    from envs.rewards.answers import same_mathematics as same_mathematics
+    from envs.answers.comparison import same_mathematics as same_mathematics
     from envs.rewards.functions import Function as Function
     from envs.rewards.functions import Registered as Registered
     from envs.rewards.functions import RewardFunction as RewardFunction

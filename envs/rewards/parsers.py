@@ -12,8 +12,9 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from envs.answers.comparison import same_mathematics, same_number
+from envs.answers.extraction import tagged
 from envs.chat_io import make_renderer, read_responses
-from envs.rewards.answers import same_mathematics, same_number, tagged
 from envs.transforms.ragged import get_values
 from envs.transforms.transform import Transform
 from policies.specs import Composite, Unbounded

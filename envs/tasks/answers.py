@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from envs.rewards.answers import holds_words, plain, similarity
+from envs.answers.comparison import holds_words, plain, similarity
+from envs.answers.extraction import extract_answer, final_answer
 from envs.tasks.dataset import DatasetTask
-from envs.tasks.math_words import extract_answer, final_answer
 from envs.tasks.task import Response, Reward, Row
 
 MATCHES = ("exact", "words", "normalised", "fuzzy")

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from envs.rewards.answers import same_mathematics, symbolic_check
+from envs.answers.comparison import same_mathematics, symbolic_check
+from envs.answers.extraction import extract_answer
 from envs.rewards.workers import LazyFunction, Workers
-from envs.tasks.math_words import MathWords, extract_answer
+from envs.tasks.math_words import MathWords
 from envs.tasks.task import Response, Reward, Row
 from policies.optional_packages import EXTRAS
 

@@ -1,33 +1,19 @@
 """Word problems with a number at the end, as in GSM8K (Cobbe et al. 2021, arXiv:2110.14168).
 
 The right answer is the data's solution after "####" (or in <answer> tags, or \\boxed), else all of
-it. Numbers are compared as exact fractions; $ % , and units do not count.
-Thoughts, between <think> tags or before a bare </think>, are not part of the answer.
+it. Numbers are compared as exact fractions (envs/answers/numbers.py).
 Left out on purpose: symbolic equality. Answers that are no numbers must be the same text.
 """
 
-import re
 import warnings
 from collections.abc import Sequence
-from fractions import Fraction
 from itertools import chain
 from typing import Any
 
+from envs.answers.extraction import extract_answer, final_answer, marked_answer
+from envs.answers.numbers import last_number, same_answer
 from envs.tasks.dataset import DatasetTask
 from envs.tasks.task import Response, Reward, Row
-
-# A minus after a letter or digit is a dash ("5-3" ends in 3). At most 40 digits, to bound the cost
-# of endless digits.
-EXPONENT = r"(?:[eE][+-]?\d+)?"
-NUMBER = re.compile(
-    r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?!\d)"
-    rf"{EXPONENT}(?:/0{{0,9}}[1-9]\d{{0,20}})?|(?<![\w.])-?\.\d{{1,40}}(?!\d){EXPONENT}"
-)
-LARGEST = 999  # exponent: 1e999999999 would fill the memory
-# Possessive, and up to the next tag only: linear in any text.
-ANSWER_TAG = re.compile(r"<answer>((?:[^<]++|<(?!/?answer>))*+)</answer>", re.IGNORECASE)
-THINK, THOUGHT = "<think>", "</think>"
-BOXED = "\\boxed{"
 
 
 class MathWords(DatasetTask):
@@ -76,111 +62,3 @@ class MathWords(DatasetTask):
         correct = same_answer(answer, row["final"])
         parts = {"correct": float(correct), "format": float(marked and response.complete)}
         return Reward(total=parts["correct"], parts=parts, success=correct)
-
-
-def split_thoughts(text: str) -> tuple[str, str]:
-    """Return the first thought of a text, and the text outside of all thoughts.
-
-    A thought begins at <think>, or at the start of the text if the prompt ended in it, and ends at
-    </think>; a thought without an end is dropped with the rest of the text.
-
-    >>> split_thoughts("<think>6 * 7</think> 42"), split_thoughts("6 * 7</think> 42 <think>or")
-    (('6 * 7', ' 42'), ('6 * 7', ' 42 '))
-    """
-    end, begin = text.find(THOUGHT), text.find(THINK)
-    if end >= 0 and not 0 <= begin < end:
-        text = THINK + text
-    thoughts, outside, place = [], [], 0
-    while (begin := text.find(THINK, place)) >= 0:
-        outside.append(text[place:begin])
-        end = text.find(THOUGHT, begin)
-        if end < 0:
-            break
-        thoughts.append(text[begin + len(THINK) : end])
-        place = end + len(THOUGHT)
-    else:
-        outside.append(text[place:])
-    return (thoughts[0].strip() if thoughts else ""), "".join(outside)
-
-
-def marked_answer(text: str) -> str | None:
-    """Return the last answer that a text marks by ####, <answer> or \\boxed; None without one.
-
-    >>> marked_answer("so \\\\boxed{\\\\frac{1}{2}} it is"), marked_answer("7 it is")
-    ('\\\\frac{1}{2}', None)
-    """
-    marks = []
-    if "####" in text:
-        at = text.rindex("####")
-        marks.append((at, (text[at + 4 :].strip().splitlines() or [""])[0]))
-    marks += [(match.start(), match[1]) for match in ANSWER_TAG.finditer(text)]
-    if BOXED in text:
-        at = text.rindex(BOXED)
-        marks.append((at, _braced(text[at + len(BOXED) :])))
-    return max(marks)[1] if marks else None
-
-
-def final_answer(text: str) -> str:
-    """Return the marked answer of a text (see `marked_answer`), else all of it."""
-    marked = marked_answer(text)
-    return (text if marked is None else marked).strip()
-
-
-def extract_answer(text: str) -> tuple[str, bool]:
-    """Return the answer of a response, without thoughts, and whether the response marks it.
-
-    >>> extract_answer("<think>#### 41</think> It is #### 42"), extract_answer("</think> 42 it is")
-    (('42', True), ('42 it is', False))
-    """
-    outside = split_thoughts(text)[1]
-    return final_answer(outside), marked_answer(outside) is not None
-
-
-def _braced(text: str) -> str:
-    """Return the text before the brace that closes one opened just before `text`."""
-    depth = 1
-    for place, letter in enumerate(text):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return text[:place]
-    return text
-
-
-def last_number(text: str) -> Fraction | None:
-    """Return the last number of a text, exactly; None without one, or beyond 1e999.
-
-    >>> last_number("about -$1,234.50, or 25% of it"), last_number("none")
-    (Fraction(25, 1), None)
-    """
-    matches = NUMBER.findall(_bare(text))
-    return exactly(matches[-1].replace(",", "")) if matches else None
-
-
-def exactly(number: str) -> Fraction | None:
-    """Return the value of "-1.5", "1e5" or "1/2"; None beyond 1e999."""
-    over, _, under = number.partition("/")
-    exponent = over.lower().partition("e")[2].lstrip("+-").lstrip("0")
-    if len(exponent) > len(str(LARGEST)):
-        return None
-    return Fraction(over) / Fraction(under or 1)
-
-
-def same_answer(answer: str, right: str) -> bool:
-    """Return whether a final answer is the right one: the same number, else the same text.
-
-    >>> same_answer("so 18 dollars", "$18.0"), same_answer("Blue.", "blue")
-    (True, True)
-    """
-    number = last_number(right)
-    rest = NUMBER.sub("", _bare(right))
-    if number is not None and not re.sub(r"[\s%.]|[a-zA-Z]{3,}", "", rest):
-        return last_number(answer) == number
-    return bool(_words(right)) and _words(answer) == _words(right)
-
-
-def _bare(text: str) -> str:
-    return text.replace("\u2212", "-").replace("\\", "").replace("$", "")
-
-
-def _words(text: str) -> str:
-    return " ".join(text.casefold().split()).rstrip(".")

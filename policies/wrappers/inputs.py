@@ -111,17 +111,17 @@ class InputReader:
         else:
             tokens = td.get(key).to(self.policy.device)  # [B, T]
             seq = Sequences(tokens, self._attention(td, tokens), dense=True)
-        given = ids is not None  # so the td's masks must fit its ids
+        has_ids = ids is not None  # so the td's masks must fit its ids
         if seq.assistant is None:
             key = self.policy.key_of("masks", "all_assistant_mask")
-            assistant = self._mask_of(td, seq.tokens, key, side, strict=given)  # [B, T]
+            assistant = self._mask_of(td, seq.tokens, key, side, strict=has_ids)  # [B, T]
             seq = replace(seq, assistant=assistant)
-        if seq.assistant is None and given:
+        if seq.assistant is None and has_ids:
             records = self.records(td)
             if records is not None:
                 seq = self._with_assistant(seq, self._fresh(td, "full", records, "left"))
         key = self.policy.key_of("masks", "all_response_mask")
-        response = self._mask_of(td, seq.tokens, key, side, strict=given)  # [B, T]
+        response = self._mask_of(td, seq.tokens, key, side, strict=has_ids)  # [B, T]
         seq = replace(seq, response=response)
         return replace(seq, after=self.after_prompt(td, seq, self.prompt_key))
 

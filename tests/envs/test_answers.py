@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from conf.build import make_task
 from conf.compose import compose_checked
-from envs.rewards.answers import same_mathematics, tagged
+from envs.answers.comparison import same_mathematics
+from envs.answers.extraction import marked_answer, tagged
+from envs.answers.numbers import last_number, same_answer
 from envs.tasks import Answers, MathProblems, MathWords, Response
-from envs.tasks.math_words import last_number, marked_answer, same_answer
 
 
 def rows(path, *answers) -> str:

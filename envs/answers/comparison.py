@@ -1,4 +1,4 @@
-"""Compare answers as texts; numbers are compared as in tasks/math_words.py.
+"""Compare answers as texts, words or LaTeX; numbers in them by their value (numbers.py).
 
 Comparisons are exact: a right answer in another form may earn nothing, a wrong one never earns.
 Left out on purpose: symbolic equality; math-verify does it if installed.
@@ -10,15 +10,8 @@ from collections.abc import Callable
 from difflib import SequenceMatcher
 from fractions import Fraction
 
-from envs.tasks.math_words import (
-    ANSWER_TAG,
-    NUMBER,
-    exactly,
-    final_answer,
-    last_number,
-    same_answer,
-    split_thoughts,
-)
+from envs.answers.extraction import final_answer
+from envs.answers.numbers import NUMBER, exactly, last_number, same_answer
 from policies.optional_packages import EXTRAS
 
 # LaTeX without meaning, words in LaTeX, and numbers after `_plain`.
@@ -31,17 +24,6 @@ VALUE = re.compile(
 )
 EDGES = ".,;:!?\"'`*()[]{}<>\u2018\u2019\u201c\u201d\u00ab\u00bb"
 LONGEST = 500  # maximum characters of a parsed expression
-
-
-def tagged(text: str) -> tuple[str, str]:
-    """Return the contents of the first <think> and of the last <answer> outside of it, or "".
-
-    >>> tagged("<think>6 * 7</think> <answer>41</answer> no, <answer>42</answer>")
-    ('6 * 7', '42')
-    """
-    thought, outside = split_thoughts(text)
-    answers = ANSWER_TAG.findall(outside)
-    return thought, answers[-1].strip() if answers else ""
 
 
 def plain(text: str) -> str:

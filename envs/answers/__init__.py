@@ -1,0 +1,1 @@
+"""The answer in a response: where it stands, which number it is, whether it is right."""

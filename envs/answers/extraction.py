@@ -1,0 +1,90 @@
+"""Find the answer in a text: behind ####, in <answer> tags or \\boxed, outside of thoughts.
+
+Thoughts stand between <think> tags or before a bare </think>.
+"""
+
+import re
+
+# Possessive, and up to the next tag only: linear in any text.
+ANSWER_TAG = re.compile(r"<answer>((?:[^<]++|<(?!/?answer>))*+)</answer>", re.IGNORECASE)
+THINK, THOUGHT = "<think>", "</think>"
+BOXED = "\\boxed{"
+
+
+def split_thoughts(text: str) -> tuple[str, str]:
+    """Return the first thought of a text, and the text outside of all thoughts.
+
+    A thought begins at <think>, or at the start of the text if the prompt ended in it, and ends at
+    </think>; a thought without an end is dropped with the rest of the text.
+
+    >>> split_thoughts("<think>6 * 7</think> 42"), split_thoughts("6 * 7</think> 42 <think>or")
+    (('6 * 7', ' 42'), ('6 * 7', ' 42 '))
+    """
+    end, begin = text.find(THOUGHT), text.find(THINK)
+    if end >= 0 and not 0 <= begin < end:
+        text = THINK + text
+    thoughts, outside, place = [], [], 0
+    while (begin := text.find(THINK, place)) >= 0:
+        outside.append(text[place:begin])
+        end = text.find(THOUGHT, begin)
+        if end < 0:
+            break
+        thoughts.append(text[begin + len(THINK) : end])
+        place = end + len(THOUGHT)
+    else:
+        outside.append(text[place:])
+    return (thoughts[0].strip() if thoughts else ""), "".join(outside)
+
+
+def tagged(text: str) -> tuple[str, str]:
+    """Return the contents of the first <think> and of the last <answer> outside of it, or "".
+
+    >>> tagged("<think>6 * 7</think> <answer>41</answer> no, <answer>42</answer>")
+    ('6 * 7', '42')
+    """
+    thought, outside = split_thoughts(text)
+    answers = ANSWER_TAG.findall(outside)
+    return thought, answers[-1].strip() if answers else ""
+
+
+def marked_answer(text: str) -> str | None:
+    """Return the last answer that a text marks by ####, <answer> or \\boxed; None without one.
+
+    >>> marked_answer("so \\\\boxed{\\\\frac{1}{2}} it is"), marked_answer("7 it is")
+    ('\\\\frac{1}{2}', None)
+    """
+    marks = []
+    if "####" in text:
+        at = text.rindex("####")
+        marks.append((at, (text[at + 4 :].strip().splitlines() or [""])[0]))
+    marks += [(match.start(), match[1]) for match in ANSWER_TAG.finditer(text)]
+    if BOXED in text:
+        at = text.rindex(BOXED)
+        marks.append((at, _braced(text[at + len(BOXED) :])))
+    return max(marks)[1] if marks else None
+
+
+def final_answer(text: str) -> str:
+    """Return the marked answer of a text (see `marked_answer`), else all of it."""
+    marked = marked_answer(text)
+    return (text if marked is None else marked).strip()
+
+
+def extract_answer(text: str) -> tuple[str, bool]:
+    """Return the answer of a response, without thoughts, and whether the response marks it.
+
+    >>> extract_answer("<think>#### 41</think> It is #### 42"), extract_answer("</think> 42 it is")
+    (('42', True), ('42 it is', False))
+    """
+    outside = split_thoughts(text)[1]
+    return final_answer(outside), marked_answer(outside) is not None
+
+
+def _braced(text: str) -> str:
+    """Return the text before the brace that closes one opened just before `text`."""
+    depth = 1
+    for place, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return text[:place]
+    return text
