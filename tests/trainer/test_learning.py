@@ -16,7 +16,7 @@ GRPO_LIKE += ("reinforce_pp", "reinforce_pp_baseline")
 LIMITS = {f"{name}_tiny": (0.35, 0.8) for name in ("ppo", *GRPO_LIKE)} | {
     "grpo_tiny": (0.35, 0.85),
     "grpo_tools_tiny": (0.7, 0.85),
-    "grpo_smollm": (0.35, 0.65),
+    "grpo_smollm": (0.25, 0.55),
 }
 
 
