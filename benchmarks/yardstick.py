@@ -56,7 +56,7 @@ CASES = {
         seeds=(1, 2, 3), threads=1, samples=16, frontier=512, window=5, goal=0.7,
     ),
     "smollm": Case(
-        "SmolLM2 on capitals",
+        "SmolLM2 on short facts",
         "experiment=grpo_smollm policy.autocast=null kl.coeff=0.02 optimizer.lr=2e-5"
         " trainer.num_iterations=12 trainer.prompts_per_iteration=8",
         seeds=(1,), threads=2, samples=8, frontier=64, window=3, goal=0.7,

@@ -254,12 +254,12 @@ class Scorer(nn.Module):
             remedy = "use pad_model_input=True or algorithm.packing=false"
             raise ValueError(f"{name} cannot score packed sequences; {remedy}")
 
-    def _zeros(self, tokens: Tensor, entropy: bool, full: bool, balance: bool) -> Scores:
+    def _zeros(self, tokens: Tensor, entropy: bool, exact: bool, balance: bool) -> Scores:
         """Return zeros that give each parameter a gradient of 0: DDP needs one on every rank."""
         anchor = sum(p.flatten()[0].float() * 0 for p in self.parameters() if p.requires_grad)
         zeros = torch.zeros(tokens.shape, device=tokens.device) + anchor
         entropies, values = zeros.detach() if entropy else None, zeros if self.critic else None
-        divergence, term = zeros if full else None, zeros if balance else None
+        divergence, term = zeros if exact else None, zeros if balance else None
         return Scores(zeros, entropies, divergence, values, term)
 
 

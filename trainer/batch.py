@@ -72,7 +72,7 @@ RESPONSE = ("masks", "all_response_mask")
 
 
 def batch_keys(*keys: NestedKey) -> tuple[NestedKey, ...]:
-    """Return the keys that a part reads; KeyError for a key that KEYS lacks.
+    """Return these keys; KeyError for one that KEYS lacks.
 
     >>> batch_keys("advantage", ("log_probs", "full"))
     ('advantage', ('log_probs', 'full'))

@@ -137,16 +137,16 @@ class Evaluate:
         efficiency.begin(responses, write=self.runtime.is_main)
 
     def _play(self, iteration: int, kind: str, progress: Any, on_batch: Any) -> tuple[dict, list]:
-        """Play all plans; return the metrics of all ranks, and a record of each row of this one."""
+        """Play all plans; return metrics over all ranks, and a record of each row of this one."""
         metrics, kls = dict[str, float](), dict[str, float]()
         records: list[dict[str, Any]] = []
-        responses = sum(env.group_size for _, env, _ in self.plans)  # to a row
+        per_row = sum(env.group_size for _, env, _ in self.plans)
         done = 0  # responses to each row by earlier plans
         for name, env, generator in self.plans:
             first, size = done == 0, env.group_size
 
             def on_fraction(fraction: float, done: int = done, size: int = size) -> None:
-                progress((done + size * fraction) / responses)
+                progress((done + size * fraction) / per_row)
 
             sums = self._empty_sums()
             for batch, part in self._batches(name, size, generator, kind, on_fraction):
@@ -183,7 +183,9 @@ class Evaluate:
                 self.runtime.check_stop()  # equally often on every rank, even without rows
             if part:
                 batch: TensorDictBase = collect(self._prompts(part), env, generator, learn=False)
-                yield self.retrieve_kl(batch) if name == "sampled" else batch, part
+                if name == "sampled":
+                    batch = self.retrieve_kl(batch)
+                yield batch, part
             elif name == "sampled":
                 self._join_scoring()
 

@@ -1,6 +1,7 @@
 """Compare answers as texts, words or LaTeX; numbers in them by their value (numbers.py).
 
-Comparisons are exact: a right answer in another form may earn nothing, a wrong one never earns.
+Comparisons but `similarity` are exact: a right answer in another form may earn nothing, a wrong one
+never earns.
 Left out on purpose: symbolic equality; math-verify does it if installed.
 """
 
@@ -11,7 +12,7 @@ from difflib import SequenceMatcher
 from fractions import Fraction
 
 from envs.answers.extraction import final_answer
-from envs.answers.numbers import NUMBER, exactly, last_number, same_answer
+from envs.answers.numbers import NUMBER, bare, exactly, last_number
 from policies.optional_packages import EXTRAS
 
 # LaTeX without meaning, words in LaTeX, and numbers after `_plain`.
@@ -65,13 +66,17 @@ def holds_words(answer: str, right: str) -> bool:
     return any(words[i] == target[0] and words[i : i + len(target)] == target for i in places)
 
 
-def same_number(answer: str, solution: str) -> bool:
-    """Return whether an answer is the final one of a solution, as in GSM8K.
+def same_answer(answer: str, right: str) -> bool:
+    """Return whether a final answer is the right one: the same number, else the same text.
 
-    >>> same_number("72 clips", "48 + 24 = 72 #### 72"), same_number("322", "#### 72")
-    (True, False)
+    >>> same_answer("so 18 dollars", "$18.0"), same_answer("Blue.", "blue")
+    (True, True)
     """
-    return same_answer(answer, final_answer(solution))
+    number = last_number(right)
+    rest = NUMBER.sub("", bare(right))
+    if number is not None and not re.sub(r"[\s%.]|[a-zA-Z]{3,}", "", rest):
+        return last_number(answer) == number
+    return bool(_words(right)) and _words(answer) == _words(right)
 
 
 def same_mathematics(answer: str, solution: str, *, symbolic: bool = False) -> bool:
@@ -91,6 +96,10 @@ def same_mathematics(answer: str, solution: str, *, symbolic: bool = False) -> b
     one, other = _plain(final_answer(answer)), _plain(right)
     value = _number(one)
     return bool(one) and (one == other or (value is not None and value == _number(other)))
+
+
+def _words(text: str) -> str:
+    return " ".join(text.casefold().split()).rstrip(".")
 
 
 def _plain(text: str) -> str:

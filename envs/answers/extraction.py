@@ -7,7 +7,7 @@ import re
 
 # Possessive, and up to the next tag only: linear in any text.
 ANSWER_TAG = re.compile(r"<answer>((?:[^<]++|<(?!/?answer>))*+)</answer>", re.IGNORECASE)
-THINK, THOUGHT = "<think>", "</think>"
+THINK, THINK_END = "<think>", "</think>"
 BOXED = "\\boxed{"
 
 
@@ -20,17 +20,17 @@ def split_thoughts(text: str) -> tuple[str, str]:
     >>> split_thoughts("<think>6 * 7</think> 42"), split_thoughts("6 * 7</think> 42 <think>or")
     (('6 * 7', ' 42'), ('6 * 7', ' 42 '))
     """
-    end, begin = text.find(THOUGHT), text.find(THINK)
+    end, begin = text.find(THINK_END), text.find(THINK)
     if end >= 0 and not 0 <= begin < end:
         text = THINK + text
     thoughts, outside, place = [], [], 0
     while (begin := text.find(THINK, place)) >= 0:
         outside.append(text[place:begin])
-        end = text.find(THOUGHT, begin)
+        end = text.find(THINK_END, begin)
         if end < 0:
             break
         thoughts.append(text[begin + len(THINK) : end])
-        place = end + len(THOUGHT)
+        place = end + len(THINK_END)
     else:
         outside.append(text[place:])
     return (thoughts[0].strip() if thoughts else ""), "".join(outside)

@@ -1,8 +1,4 @@
-"""Read the number in a text, and compare answers by it.
-
-Numbers are exact fractions; $ % , and units do not count. Answers that are no numbers must be the
-same text.
-"""
+"""Read the last number of a text as an exact fraction; $ % , and units do not count."""
 
 import re
 from fractions import Fraction
@@ -23,7 +19,7 @@ def last_number(text: str) -> Fraction | None:
     >>> last_number("about -$1,234.50, or 25% of it"), last_number("none")
     (Fraction(25, 1), None)
     """
-    matches = NUMBER.findall(_bare(text))
+    matches = NUMBER.findall(bare(text))
     return exactly(matches[-1].replace(",", "")) if matches else None
 
 
@@ -36,22 +32,6 @@ def exactly(number: str) -> Fraction | None:
     return Fraction(over) / Fraction(under or 1)
 
 
-def same_answer(answer: str, right: str) -> bool:
-    """Return whether a final answer is the right one: the same number, else the same text.
-
-    >>> same_answer("so 18 dollars", "$18.0"), same_answer("Blue.", "blue")
-    (True, True)
-    """
-    number = last_number(right)
-    rest = NUMBER.sub("", _bare(right))
-    if number is not None and not re.sub(r"[\s%.]|[a-zA-Z]{3,}", "", rest):
-        return last_number(answer) == number
-    return bool(_words(right)) and _words(answer) == _words(right)
-
-
-def _bare(text: str) -> str:
+def bare(text: str) -> str:
+    """Return a text without $ and backslashes, and with a minus of ASCII."""
     return text.replace("\u2212", "-").replace("\\", "").replace("$", "")
-
-
-def _words(text: str) -> str:
-    return " ".join(text.casefold().split()).rstrip(".")

@@ -12,8 +12,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from envs.answers.comparison import same_mathematics, same_number
-from envs.answers.extraction import tagged
+from envs.answers.comparison import same_answer, same_mathematics
+from envs.answers.extraction import final_answer, tagged
 from envs.chat_io import make_renderer, read_responses
 from envs.transforms.ragged import get_values
 from envs.transforms.transform import Transform
@@ -122,7 +122,7 @@ class GSM8KRewardParser(RewardParser):
 
     def is_right(self, answer: str, solution: str) -> bool:
         """Return whether it is the solution's number."""
-        return same_number(answer, solution)
+        return same_answer(answer, final_answer(solution))
 
 
 class MATHRewardParser(RewardParser):

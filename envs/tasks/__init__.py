@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from envs.adapters.reasoning_gym import ReasoningGym as ReasoningGym
     from envs.adapters.reviews import Reviews as Reviews
     from envs.adapters.verifiers_env import Verifiers as Verifiers
-    from envs.tasks.answers import Answers as Answers
     from envs.tasks.calculator import Calculator as Calculator
     from envs.tasks.calculator import multiply as multiply
     from envs.tasks.dataset import Chats as Chats
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from envs.tasks.math_problems import MathProblems as MathProblems
     from envs.tasks.math_words import MathWords as MathWords
     from envs.tasks.mix import Mix as Mix
+    from envs.tasks.short_answers import Answers as Answers
     from envs.tasks.sort_digits import SortDigits as SortDigits
     from envs.tasks.task import Response as Response
     from envs.tasks.task import Reward as Reward

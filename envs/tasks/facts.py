@@ -1,4 +1,4 @@
-"""Short factual questions with one checkable answer; the embedded model knows about half.
+"""Short factual questions with one checkable answer; SmolLM2 knows about half.
 
 The kinds are capitals, countries of cities, continents of countries, opposites and plurals
 (data/facts.json). The list has the subjects whose answer SmolLM2 completes with probability above
@@ -61,6 +61,10 @@ class Facts(Task):
         }
         right = all(parts.values())
         return Reward(total=float(right), parts=parts, success=right)
+
+    def label(self, row: Row) -> str:
+        """Return the kind."""
+        return row["kind"]
 
     def demonstrations(self) -> Sequence[Row]:
         """Return each train question with a one-sentence answer."""

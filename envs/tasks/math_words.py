@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+from envs.answers.comparison import same_answer
 from envs.answers.extraction import extract_answer, final_answer, marked_answer
-from envs.answers.numbers import last_number, same_answer
+from envs.answers.numbers import last_number
 from envs.tasks.dataset import DatasetTask
 from envs.tasks.task import Response, Reward, Row
 

@@ -68,33 +68,32 @@ class StandIn:
     def find_gap(self, outlines: Outlines) -> Gap:
         """Return the gap; LostTurn if the template drops the turn or a new message.
 
-        `after` is the text behind the turn's last content in the chat that goes on. It begins with
-        the end of the turn (ChatML: `<|im_end|>`), which the ids may have already: the part that a
-        chat that stops here has too. The next role begins behind it.
+        `if_followed` begins with the end of the turn (ChatML: `<|im_end|>`), then opens the next
+        role. The end of the turn is what it shares with `if_last`; the ids may have it already.
         """
-        before, after = self._texts_after_turn(outlines)
+        if_last, if_followed = self._texts_after_turn(outlines)
         contents = [message["content"] for message in self.chat]
         called = bool(self.chat[self.size - 1].get("tool_calls"))  # their markup is in the text
-        markers = outlines.control_markers(after)
-        common = count_same(before.rstrip(), after)
+        markers = outlines.control_markers(if_followed)
+        common = count_same(if_last.rstrip(), if_followed)
         for marker in markers:
             if marker.start < common < marker.stop:
-                common = marker.start  # half a marker is none
-        closing = closing_markers(after[:common], markers)
+                common = marker.start  # the common text must not end inside a marker
+        closing = closing_markers(if_followed[:common], markers)
         if closing:
             start = closing[-1].start if called else 0
-            return Gap(after, start, {m.token: m.stop for m in closing}, contents)
+            return Gap(if_followed, start, {m.token: m.stop for m in closing}, contents)
         # The next role's token ends the turn (GLM), or a chat's last turn ends otherwise (gpt-oss)
         start = common if called else 0
         opening = next((m for m in markers if m.stop > common), None)
         if opening is None:
-            return Gap(after, start, {}, contents)
-        last_turn = [m.token for m in outlines.control_markers(before) if m.stop > common]
+            return Gap(if_followed, start, {}, contents)
+        last_turn = [m.token for m in outlines.control_markers(if_last) if m.stop > common]
         ends = dict.fromkeys([opening.token, *last_turn], opening.stop)
-        return Gap(after, start, ends, contents)
+        return Gap(if_followed, start, ends, contents)
 
     def _texts_after_turn(self, outlines: Outlines) -> tuple[str, str]:
-        """Return the text after the last turn of a chat, and that in the chat that goes on."""
+        """Return the text after the turn if the chat stops there, and if it goes on."""
         alone = outlines.text(self.chat[: self.size], False)[0]
         before, after = self._after(alone), self._after(outlines.text(self.chat, True)[0])
         if before is None or after is None:

@@ -110,14 +110,14 @@ class TokenDistribution:
         2306.13649 eq. 1).
         """
         both = [self] if reference is None else [self, reference]
-        sides, scales = [(d.head, d.states) for d in both], [d.scale for d in both]
+        models, scales = [(d.head, d.states) for d in both], [d.scale for d in both]
         options = {"entropy": entropy, "learn": learn, "mixture": mixture}
-        columns = score_columns(sides, value[self.mask], scales, **options)
+        columns = score_columns(models, value[self.mask], scales, **options)
         return Scores(*(None if c is None else placed(c.squeeze(-1), self.mask) for c in columns))
 
 
 def score_columns(
-    sides: list[tuple[Head, Tensor]],
+    models: list[tuple[Head, Tensor]],
     target: Tensor,
     scales: list[Tensor | None],
     *,
@@ -127,11 +127,11 @@ def score_columns(
 ) -> tuple[Tensor | None, ...]:
     """Return log-prob, entropy or None, divergence or None of the kept tokens, [K, 1] each.
 
-    sides: head and states [K, H] of the policy, and of the reference for a divergence; target [K]:
-    the ids; scales: the temperature [K, 1] of each of `sides`, None for 1.
+    models: head and states [K, H] of the policy, and of the reference for a divergence; target [K]:
+    the ids; scales: the temperature [K, 1] of each of `models`, None for 1.
     """
-    head, states = sides[0]
-    fixed = [(h, x.detach().to(h.dtype or h.weight.dtype)) for h, x in sides]
+    head, states = models[0]
+    fixed = [(h, x.detach().to(h.dtype or h.weight.dtype)) for h, x in models]
     options = entropy or learn, learn, torch.is_grad_enabled(), mixture
     return _Sliced.apply(states, head.weight, head.bias, fixed, target, scales, *options)
 
@@ -165,15 +165,15 @@ class _Sliced(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, states, weight, bias, sides, target, scales, entropy, learn, keep, mixture
+        ctx: Any, states, weight, bias, models, target, scales, entropy, learn, keep, mixture
     ):
-        """Return the columns; `sides` are (head, states) of the policy and of the reference."""
+        """Return the columns; `models` are (head, states) of the policy and of the reference."""
         keep = keep and any(ctx.needs_input_grad[:3])
-        outputs = _Outputs(sides, ctx.needs_input_grad[1], keep)
-        sizes = [len(head.weight) for head, _ in sides]
-        exact_kl = len(sides) > 1 and mixture == 1  # else `_divergence` makes a pass of its own
+        outputs = _Outputs(models, ctx.needs_input_grad[1], keep)
+        sizes = [len(head.weight) for head, _ in models]
+        exact_kl = len(models) > 1 and mixture == 1  # others need a second pass
         chosen = 0.0  # the logit of each target, [K, 1]
-        parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in sides]  # per slice, for `_joined`
+        parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in models]  # per slice, for `_joined`
         mean_logits: list[Tensor] = []  # per slice: E[z - max z] under p within the slice, [K, 1]
         mean_gaps: list[Tensor] = []  # per slice: E[z of the reference - z] in the same way, [K, 1]
         for at in _slices(sizes, target):
@@ -198,8 +198,8 @@ class _Sliced(torch.autograd.Function):
             entropies = _entropy(norms[0], mean_logits)  # [K, 1]
         if exact_kl:
             divergence, slope_sum = _exact_kl(*norms, mean_gaps)  # [K, 1] each
-        elif len(sides) > 1:
-            divergence, slope_sum = _divergence(outputs, target, scales, log_norms, mixture)
+        elif len(models) > 1:
+            divergence, slope_sum = _mixture_divergence(outputs, target, scales, log_norms, mixture)
         ctx.save_for_backward(states, weight, bias, entropies, slope_sum)
         ctx.outputs, ctx.log_norms = outputs, log_norms
         ctx.inputs = target, scales, sizes, mixture
@@ -219,7 +219,7 @@ class _Sliced(torch.autograd.Function):
         """
         states, weight, bias, entropies, slope_sum = ctx.saved_tensors
         outputs, (target, scales, sizes, mixture) = ctx.outputs, ctx.inputs
-        head, hidden = outputs.sides[0]
+        head, hidden = outputs.models[0]
         by_states = torch.zeros_like(states, dtype=torch.promote_types(states.dtype, torch.float32))
         by_weight = outputs.by_weight  # [V, H]: the memory from which `outputs.read` reads
         if by_weight is None and ctx.needs_input_grad[1]:
@@ -238,7 +238,9 @@ class _Sliced(torch.autograd.Function):
                 log_q = None
                 if at.stop <= min(sizes):
                     log_q = _tempered(outputs.read(1, at), scales[1]).sub_(ctx.log_norms[1])
-                pull, added = _slopes(log_p, log_q, slope_sum, mixture)  # [K, v] each
+                pull, added = _slopes(
+                    log_p, log_q, slope_sum, mixture
+                )  # [K, v] or [K, 1]; [K, v] or None
                 factor = pull.mul_(-d_divergence).add_(factor)
                 added = None if added is None else added.mul_(-d_divergence)
             if d_entropy is not None:
@@ -268,9 +270,9 @@ class _Outputs:
     the same place. Outputs that do not fit there take up to SAVED bytes of other memory.
     """
 
-    def __init__(self, sides: list[tuple[Head, Tensor]], learns: bool, keep: bool) -> None:
-        self.sides, self.memory, self.by_weight = sides, None, None
-        head, states = sides[0]
+    def __init__(self, models: list[tuple[Head, Tensor]], learns: bool, keep: bool) -> None:
+        self.models, self.memory, self.by_weight = models, None, None
+        head, states = models[0]
         count = len(states)
         if keep and learns:
             self.by_weight = torch.empty_like(head.weight, memory_format=torch.contiguous_format)
@@ -278,12 +280,12 @@ class _Outputs:
         if keep and (self.memory is None or self.memory.shape[1] < count):
             self.by_weight = None
             size = len(head.weight) * count * states.itemsize
-            fits = min(SAVED // max(size, 1), len(sides))
+            fits = min(SAVED // max(size, 1), len(models))
             self.memory = states.new_empty(len(head.weight), fits * count)
 
     def compute(self, number: int, at: slice) -> Tensor:
         """Return the logits [K, v] of some columns; of columns that a head lacks, LOWEST."""
-        head, states = self.sides[number]
+        head, states = self.models[number]
         if at.start >= len(head.weight):
             dtype = torch.promote_types(states.dtype, torch.float32)
             return states.new_full((len(states), at.stop - at.start), LOWEST, dtype=dtype)
@@ -295,11 +297,11 @@ class _Outputs:
     def read(self, number: int, at: slice) -> Tensor:
         """Return the same logits, from memory if they are there; the caller may overwrite them."""
         place = self._place(number, at)
-        return self.compute(number, at) if place is None else self.sides[number][0].finish(place)
+        return self.compute(number, at) if place is None else self.models[number][0].finish(place)
 
     def _place(self, number: int, at: slice) -> Tensor | None:
         """Return the memory of outputs [K, v], None if there is none."""
-        states = self.sides[number][1]
+        states = self.models[number][1]
         count, columns = len(states), at.stop - at.start
         if self.memory is None or states.dtype != self.memory.dtype:
             return None
@@ -332,10 +334,10 @@ def _exact_kl(norm: "_Norm", reference: "_Norm", mean_gaps: list[Tensor]) -> tup
 def _slopes(
     log_p: Tensor, log_q: Tensor | None, slope_sum: Tensor, mixture: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return two parts of the divergence's -dD / dz = p * first + second, [K, v] or [K, 1].
+    """Return (first, second) with -dD / dz = p * first + second; second is None for 0.
 
-    -dD / dz = p sum(g) - g with g = dD / d log p. A g of the form p * ... is in the first part. The
-    columns of one head alone have no log_q, and g = 0. Overwrites log_q.
+    The first is [K, v] or [K, 1], the second [K, v]. -dD / dz = p sum(g) - g with g = dD / d log p.
+    The columns of one head alone have no log_q, and g = 0. Overwrites log_q.
     """
     if log_q is None:
         return slope_sum.clone(), None
@@ -347,14 +349,14 @@ def _slopes(
     return log_m.sub_(log_p).mul_(1 - mixture).add_(slope_sum), None
 
 
-def _divergence(
+def _mixture_divergence(
     outputs: _Outputs, target: Tensor, scales: list, log_norms: list[Tensor], mixture: float
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence of a mixture below 1, and the sum of its slopes g, [K, 1] each.
 
     Another pass over the columns of both vocabularies, since it needs normalised log-probs.
     """
-    sizes = [len(head.weight) for head, _ in outputs.sides]
+    sizes = [len(head.weight) for head, _ in outputs.models]
     value, slope_sum = torch.zeros_like(log_norms[0]), torch.zeros_like(log_norms[0])  # [K, 1]
     for at in _slices(sizes, target):
         if at.stop > min(sizes):

@@ -99,8 +99,8 @@ class InputReader:
     def sequences(self, td: TensorDictBase, side: str = "left") -> Sequences:
         """Return the sequences at `full`: unchanged if dense, else padded on `side`.
 
-        Without ids the chats of the td are rendered. The assistant mask is that of the rendered
-        chats, else the td's, else that of a history whose ids are those of the td.
+        Without ids, chats are rendered or texts tokenised. The assistant mask is that of the
+        rendered chats, else the td's, else that of a history whose ids are those of the td.
         """
         key = self.ids_key("full")
         ids = rows(td, key)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from conf.build import make_task
 from conf.compose import compose_checked
-from envs.answers.comparison import same_mathematics
+from envs.answers.comparison import same_answer, same_mathematics
 from envs.answers.extraction import marked_answer, tagged
-from envs.answers.numbers import last_number, same_answer
+from envs.answers.numbers import last_number
 from envs.tasks import Answers, MathProblems, MathWords, Response
 
 

@@ -20,6 +20,7 @@ from envs.tasks import (
     Reward,
     SortDigits,
 )
+from envs.tasks.facts import plain_text
 from trainer.collect import collect
 from trainer.evaluation import Evaluate
 from trainer.metrics import summarize
@@ -50,8 +51,8 @@ def test_facts_hold_out_facts_in_both_directions_and_demonstrate_right_ones():
 
     assert not facts(train) & facts(held_out)
     for row in [*train, *held_out]:
-        question = row["messages"][-1]["content"].lower().split()
-        assert not any(word in question for a in row["answers"] for word in a.lower().split())
+        question = f" {plain_text(row['messages'][-1]['content'])} "
+        assert not any(f" {plain_text(answer)} " in question for answer in row["answers"])
     for row in task.demonstrations():
         said = row["messages"][-1]["content"]
         assert task.reward(row | {"messages": row["messages"][:-1]}, response(said)).total == 1

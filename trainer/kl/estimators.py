@@ -81,7 +81,7 @@ def k3_ratio(token: TokenKL) -> Tensor:
     return value + slope * (token.curr - token.curr.detach())
 
 
-def exact_kl(token: TokenKL) -> Tensor:
+def exact_divergence(token: TokenKL) -> Tensor:
     """Return the exact divergence of each token's state."""
     assert token.divergence is not None
     return token.divergence
@@ -94,17 +94,17 @@ ESTIMATORS: dict[str, Estimator] = {  # k1, k2, k3: Schulman 2020, "Approximatin
     "k1": Estimator(lambda token: token.log_ratio, refused={"loss": NO_GRADIENT}),
     "k2": Estimator(lambda token: 0.5 * token.log_ratio.square(), refused={"reward": NO_PULL}),
     "k3": Estimator(lambda token: k3(token.log_ratio), refused={"reward": NO_PULL}),
-    "full": Estimator(exact_kl, needs="vocabulary", refused=OF_STATE),
+    "full": Estimator(exact_divergence, needs="vocabulary", refused=OF_STATE),
     "k3_ratio": Estimator(
         k3_ratio,
         needs="ratio",
         refused={"reward": "it is k3 there, at a ratio of 1; use k1"},
     ),
     "forward": Estimator(
-        exact_kl, needs="vocabulary", refused=OF_STATE, mixture=0.0, metric="forward"
+        exact_divergence, needs="vocabulary", refused=OF_STATE, mixture=0.0, metric="forward"
     ),
     "jsd": Estimator(  # kl.jsd_weight is its mixture
-        exact_kl, needs="vocabulary", refused=OF_STATE, mixture=0.5, metric="jsd"
+        exact_divergence, needs="vocabulary", refused=OF_STATE, mixture=0.5, metric="jsd"
     ),
 }
 

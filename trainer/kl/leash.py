@@ -107,7 +107,7 @@ class Leash:
         """Write reward_kl and reward = reward_raw + reward_kl.
 
         reward_kl [B, T] is -coeff * KL at the tokens of the loss mask, or 0 if the loss charges the
-        KL. kl_coeff_in_loss [B] is the coefficient that the loss must charge: `check_charged`.
+        KL. kl_coeff_in_loss [B] is the coefficient that the loss must charge, 0 for none.
         """
         raw = batch.get("reward_raw")  # [B, T]
         first, *more = [each._reward_part(batch) for each in self.each]  # [B, T] each
@@ -168,7 +168,7 @@ class Leash:
 
 
 def charged_in_reward(leash: Leash, batch: TensorDictBase) -> set[str]:
-    """Return the loss names of the KLs that `charge_reward` left nothing of to the loss."""
+    """Return the loss names of the KLs that the reward charged in full."""
     charged = set()
     for each in leash.each:
         in_loss = batch.get(each.names.coeff_in_loss, None)  # [B]

@@ -103,7 +103,7 @@ def make_scorer(policy: dict[str, Any], model: str) -> Scorer:
 
 
 class Cloned(Placement):
-    """Copies by clone: a deep copy reads the memory of a tensor, and fake ones have none."""
+    """Copies by clone: a deep copy models the memory of a tensor, and fake ones have none."""
 
     def copy(self, module: nn.Module, shared: dict[int, Any] | None = None) -> nn.Module:
         """Return a copy of a module, which shares the weights in `shared` (id -> weight)."""
@@ -165,13 +165,13 @@ class Rank:
 
     def _loss(self, layout: Layout, exact: Scorer | None) -> Tensor:
         states = self.scorer.hidden(layout)  # [K, H]
-        reads = [(self.scorer.head(), states)]
+        models = [(self.scorer.head(), states)]
         if exact is not None:
             with torch.no_grad():
-                reads.append((exact.head(), exact.hidden(layout)))
-        target, scales = layout.input_ids.flatten(), [None] * len(reads)
+                models.append((exact.head(), exact.hidden(layout)))
+        target, scales = layout.input_ids.flatten(), [None] * len(models)
         options = {"entropy": True, "mixture": self.leash.mixture}
-        columns = score_columns(reads, target, scales, **options)
+        columns = score_columns(models, target, scales, **options)
         terms = [x for x in columns if x is not None and x.requires_grad]
         if self.scorer.critic is not None:
             terms.append(self.scorer.critic(layout, states))
@@ -219,8 +219,8 @@ def layout_of(rows: int, tokens: int) -> Layout:
 
 def log_probs(scorer: Scorer, layout: Layout) -> Any:
     """Compute the log-probs of all tokens."""
-    reads = [(scorer.head(), scorer.hidden(layout))]
-    return score_columns(reads, layout.input_ids.flatten(), [None])
+    models = [(scorer.head(), scorer.hidden(layout))]
+    return score_columns(models, layout.input_ids.flatten(), [None])
 
 
 def inside(scorer: Any, call: Callable[[], Any]) -> Any:
