@@ -62,7 +62,7 @@ class GroupAdvantage:
     Writes advantage [B, T] and the keys that `Leash.charge_reward` writes.
     """
 
-    reads = (*Leash.charged, *batch_keys("group_id"))
+    reads = (*Leash.reward_reads, *batch_keys("group_id"))
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class DecoupledAdvantage(GroupAdvantage):
 class MeasuredReward:
     """Give the reward to the metrics alone: distillation learns from its teacher."""
 
-    reads = Leash.charged
+    reads = Leash.reward_reads
 
     def __init__(self, *, leash: Leash) -> None:
         self.leash = leash

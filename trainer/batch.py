@@ -115,7 +115,9 @@ LEASHES = {
 SOURCE_WRITES = batch_keys(
     ("tokens", "full"), ("masks", "all_attention_mask"), "loss_mask", "temperature"
 )
-LEARNT = batch_keys("advantage", "value", "returns")  # what an objective may read of an advantage
+OF_ADVANTAGE = batch_keys(
+    "advantage", "value", "returns"
+)  # what an objective may read of an advantage
 ADVANTAGE_WRITES = batch_keys("reward", "reward_kl")  # by `Leash.charge_reward`
 
 

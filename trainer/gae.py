@@ -61,7 +61,7 @@ class GAEAdvantage:
     """
 
     reads = (
-        *Leash.charged,
+        *Leash.reward_reads,
         *batch_keys("group_id", ("tokens", "full"), ("masks", "all_attention_mask")),
     )
 

@@ -51,7 +51,10 @@ class GRPOObjective:
     from the generator.
     """
 
-    reads = (*Leash.learnt, *batch_keys("advantage", ("old_log_probs", "full"), "policy_weight"))
+    reads = (
+        *Leash.loss_reads,
+        *batch_keys("advantage", ("old_log_probs", "full"), "policy_weight"),
+    )
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class DistilObjective:
     through the sampling (GKD: Agarwal et al. 2024, arXiv 2306.13649 section 3).
     """
 
-    reads = Leash.learnt
+    reads = Leash.loss_reads
 
     def __init__(self, *, leash: Leash) -> None:
         for each in leash.each:

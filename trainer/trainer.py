@@ -23,7 +23,13 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from policies.protocols import Generator, Policy
-from trainer.batch import ADVANTAGE_WRITES, LEARNT, SOURCE_WRITES, BatchFunction, check_written
+from trainer.batch import (
+    ADVANTAGE_WRITES,
+    OF_ADVANTAGE,
+    SOURCE_WRITES,
+    BatchFunction,
+    check_written,
+)
 from trainer.checkpoint import Checkpoints, remove, save_model
 from trainer.early_stopping import EarlyStopping, sweep_metric
 from trainer.evaluation import Evaluate
@@ -137,7 +143,7 @@ class Trainer:
     def _advantage(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the batch with what update and metrics read of the advantage."""
         judged = ADVANTAGE_WRITES if "reward_raw" in batch else ()
-        learnt = [key for key in LEARNT if key in self.update.objective.reads]
+        learnt = [key for key in OF_ADVANTAGE if key in self.update.objective.reads]
         batch = self.advantage(batch)
         check_written(batch, [*learnt, *judged], self.advantage)
         return batch

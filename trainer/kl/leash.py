@@ -32,11 +32,11 @@ class Leash:
     0.1
     """
 
-    # Keys that `charge_reward` reads, and keys that `loss_term` reads.
-    charged: ClassVar = batch_keys(
+    # Keys that `charge_reward` and `loss_term` read.
+    reward_reads: ClassVar = batch_keys(
         "reward_raw", "loss_mask", "kl_penalty", ("log_probs", "full"), ("ref_log_probs", "full")
     )
-    learnt: ClassVar = batch_keys(
+    loss_reads: ClassVar = batch_keys(
         ("log_probs", "full"), ("ref_log_probs", "full"), ("teacher_log_probs", "full")
     )
 
