@@ -103,7 +103,7 @@ def make_scorer(policy: dict[str, Any], model: str) -> Scorer:
 
 
 class Cloned(Placement):
-    """Copies by clone: a deep copy models the memory of a tensor, and fake ones have none."""
+    """Copies by clone: a deep copy reads the memory of a tensor, and fake ones have none."""
 
     def copy(self, module: nn.Module, shared: dict[int, Any] | None = None) -> nn.Module:
         """Return a copy of a module, which shares the weights in `shared` (id -> weight)."""
