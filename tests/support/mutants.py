@@ -441,7 +441,7 @@ def main() -> int:
     survivors = 0
     for mutant in MUTANTS:
         start, check = time.perf_counter(), getattr(mutant.check, "func", mutant.check)
-        killed, of = mutant.is_killed(), " ".join(getattr(mutant.check, "args", ()))
+        killed, of = mutant.is_killed(), " ".join(map(str, getattr(mutant.check, "args", ())))
         survivors += not killed
         seconds, word = time.perf_counter() - start, "killed" if killed else "SURVIVES"
         print(f"{mutant.name:32} {check.__name__} {of}: {word} ({seconds:.1f} s)", flush=True)
