@@ -115,9 +115,8 @@ LEASHES = {
 SOURCE_WRITES = batch_keys(
     ("tokens", "full"), ("masks", "all_attention_mask"), "loss_mask", "temperature"
 )
-OF_ADVANTAGE = batch_keys(
-    "advantage", "value", "returns"
-)  # what an objective may read of an advantage
+# Keys of an advantage that an objective may read.
+OF_ADVANTAGE = batch_keys("advantage", "value", "returns")
 ADVANTAGE_WRITES = batch_keys("reward", "reward_kl")  # by `Leash.charge_reward`
 
 

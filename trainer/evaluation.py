@@ -149,13 +149,14 @@ class Evaluate:
                 progress((done + size * fraction) / per_row)
 
             sums = self._empty_sums()
-            for batch, part in self._batches(name, size, generator, kind, on_fraction):
+            options = {"kind": kind, "on_fraction": on_fraction}
+            for batch, part in self._batches(name, size, generator, **options):
                 on_batch(name, batch, part)
                 self._count(sums, batch, part)
                 if first:  # the first response to each row
-                    options = {"kind": kind, "rewarded": self.task.rewarded}
+                    about = {"kind": kind, "rewarded": self.task.rewarded}
                     starts = range(0, len(batch), size)
-                    records += [transcript(batch, i, iteration, **options) for i in starts]
+                    records += [transcript(batch, i, iteration, **about) for i in starts]
             done += size
             total = self.runtime.all_reduce_sum(sums)
             if total["tokens"]:
@@ -172,13 +173,14 @@ class Evaluate:
         name: str,
         size: int,
         generator: Generator,
+        *,
         kind: str,
-        progress: Callable[[float], None],
+        on_fraction: Callable[[float], None],
     ) -> Iterator[tuple[TensorDictBase, list[int]]]:
         """Yield the responses of a plan, `size` to a row, and their rows, batch by batch."""
         env = self.env.with_group_size(size)  # copies the current transforms
         for fraction, part in self._parts(size):
-            progress(fraction)
+            on_fraction(fraction)
             if kind != "after":  # a trained run finishes its last evaluation
                 self.runtime.check_stop()  # equally often on every rank, even without rows
             if part:

@@ -238,9 +238,7 @@ class _Sliced(torch.autograd.Function):
                 log_q = None
                 if at.stop <= min(sizes):
                     log_q = _tempered(outputs.read(1, at), scales[1]).sub_(ctx.log_norms[1])
-                pull, added = _slopes(
-                    log_p, log_q, slope_sum, mixture
-                )  # [K, v] or [K, 1]; [K, v] or None
+                pull, added = _slopes(log_p, log_q, slope_sum, mixture)  # [K, v] or smaller
                 factor = pull.mul_(-d_divergence).add_(factor)
                 added = None if added is None else added.mul_(-d_divergence)
             if d_entropy is not None:
