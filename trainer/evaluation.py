@@ -9,7 +9,6 @@ reference: sampled before training (eval.frontier) or later (mode=frontier), see
 import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
-from itertools import islice
 from typing import Any
 
 import torch
@@ -36,7 +35,8 @@ class Evaluate:
     depend on (seed, row, sample) only, so that two evaluations differ by the weights alone.
     `retrieve_kl` measures the KL of the sampled responses; with `frontier` responses to each row
     before training, kl/efficiency judges it. A task that rewards nothing has the KL alone.
-    The first `train_rows` training rows are evaluated in the same way, for metrics of their own.
+    `train_rows` training rows are evaluated in the same way, for metrics of their own. Both, and
+    `max_rows` held-out rows, are spread over the whole list, which may be sorted by kind.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Evaluate:
         train_rows: int = 0,
     ) -> None:
         self.task, self.env, self.generator = task, env, generator
-        self.set_rows(list(islice(task.rows("eval"), max_rows)))
+        self.set_rows(_spread(task.rows("eval"), max_rows))
         self.runtime, self.prompts_per_batch, self.every = runtime, prompts_per_batch, every
         self.retrieve_kl = retrieve_kl
         self.placements = placement_of(generator), placement_of(retrieve_kl)
@@ -67,9 +67,9 @@ class Evaluate:
         self.beside = self._of_training(train_rows, frontier) if train_rows else None
 
     def _of_training(self, rows: int, frontier: int) -> "Evaluate":
-        """Return the evaluation of the first training rows."""
+        """Return the evaluation of so many training rows."""
         other = copy(self)
-        other.set_rows(list(islice(self.task.rows("train"), rows)))
+        other.set_rows(_spread(self.task.rows("train"), rows))
         other.beside = None
         if frontier:
             other.efficiency = Efficiency(frontier, self.runtime.folder / TRAIN_FILE)
@@ -252,6 +252,13 @@ class Evaluate:
         td.set("stream", fold(self.runtime.seed, -1, place))
         rows = [deepcopy(self.rows[i]) for i in index]  # a reward may change its row
         return td.set("row", NonTensorStack(*map(NonTensorData, rows)))
+
+
+def _spread(rows: Sequence[dict[str, Any]], count: int | None) -> list[dict[str, Any]]:
+    """Return `count` of the rows, the first of each of `count` equal parts; None: all rows."""
+    if count is None or count >= len(rows):
+        return list(rows)
+    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def sample(

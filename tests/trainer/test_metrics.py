@@ -1,6 +1,7 @@
 """Metrics, transcripts and evaluation, by hand numbers."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from small_runs import Unjudged
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
+from envs.tasks.facts import Facts
 from envs.tasks.task import Response, Reward
 from policies import load_policy, load_reference
 from trainer.evaluation import Evaluate, sample
@@ -218,6 +220,18 @@ def test_training_rows_are_evaluated_as_held_out_ones_under_names_of_their_own()
     assert first["eval_train/reward"] == alone["eval/reward"]
 
 
+def test_fewer_rows_are_spread_over_rows_that_are_sorted_by_kind():
+    facts = Facts()
+    limited = evaluate(facts, train_rows=20, max_rows=20)
+    parts = {"train": limited.beside, "eval": limited}
+    for split, part in parts.items():
+        counts = Counter(map(facts.label, facts.rows(split)))
+        used = Counter(part.labels)
+        assert used.total() == 20
+        for kind, count in counts.items():
+            assert abs(used[kind] - 20 * count / counts.total()) < 1
+
+
 @pytest.mark.parametrize(("drops", "kept"), [(False, 12), (True, 9)])
 def test_the_kl_of_an_evaluation_is_that_of_its_sampled_responses(drops, kept):
     """Against another model, by plain forwards: a mean over kept responses, and their tokens."""
@@ -269,7 +283,7 @@ def test_the_seed_alone_changes_a_response(tmp_path):
     other = evaluate(runtime=Runtime(tmp_path, seed=1))(0)[1]
     pairs = zip(whole, other, strict=True)
     assert all(one["response"] != two["response"] for one, two in pairs)
-    _, records = evaluate(prompts_per_batch=1, max_rows=2, greedy=False)(9)
-    assert [r["response"] for r in records] == [r["response"] for r in whole[:2]]
+    _, records = evaluate(prompts_per_batch=1, greedy=False)(9)
+    assert [r["response"] for r in records] == [r["response"] for r in whole]
     made = evaluate(every=4)
     assert [i for i in range(1, 11) if made.due(i, 10)] == [4, 8, 10]
