@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from envs.env import EnvBase as EnvBase
     from envs.env import TransformedEnv as TransformedEnv
     from envs.env import check_env_specs as check_env_specs
-    from envs.gsm8k import GSM8KEnv as GSM8KEnv
+    from envs.torchrl.gsm8k import GSM8KEnv as GSM8KEnv
     from envs.transforms.transform import Compose as Compose
     from envs.transforms.transform import Transform as Transform
     from policies.specs import Composite as Composite

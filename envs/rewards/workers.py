@@ -2,7 +2,8 @@
 
 For trusted code that may be slow, hang in C or crash: a rank waits a bounded time. A worker is a
 fresh Python (no fork: safe with CUDA and threads) in a new session, so that its children die with
-it; it ends with its owner. Its output goes to stderr. Code of the policy runs in envs/sandbox.py.
+it; it ends with its owner. Its output goes to stderr. Code of the policy runs in
+envs/tools/sandbox.py.
 """
 
 from __future__ import annotations

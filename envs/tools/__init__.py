@@ -10,6 +10,7 @@ from policies.lazy import lazy
 if TYPE_CHECKING:
     from envs.tools.calling import CallTools as CallTools
     from envs.tools.functions import TypedTool as TypedTool
+    from envs.tools.python_tool import PythonTool as PythonTool
     from envs.tools.reading import Call as Call
     from envs.tools.reading import CallReader as CallReader
 

@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from envs.rewards.functions import FAULTS, finished
 from envs.tools.functions import TypedTool
 from envs.tools.reading import Call, CallReader
-from envs.transforms.tools import ToolTransformBase, as_text, in_thread
+from envs.tools.results import ToolTransformBase, as_text, in_thread
 from policies.chats.chat_template import Renderer
 from policies.specs import Composite, Unbounded
 

@@ -8,26 +8,25 @@ from typing import TYPE_CHECKING
 from policies.lazy import lazy
 
 if TYPE_CHECKING:
+    from envs.tools.results import ToolTransformBase as ToolTransformBase
+    from envs.torchrl.kl_reward import KLRewardTransform as KLRewardTransform
+    from envs.torchrl.policy_version import PolicyVersion as PolicyVersion
+    from envs.torchrl.python_interpreter import PythonInterpreter as PythonInterpreter
+    from envs.torchrl.ray import RayKLRewardTransform as RayKLRewardTransform
+    from envs.torchrl.ray import RayRetrieveKL as RayRetrieveKL
+    from envs.torchrl.ray import RayTransform as RayTransform
+    from envs.torchrl.step_counter import StepCounter as StepCounter
+    from envs.torchrl.tool_parsers import JSONCallParser as JSONCallParser
+    from envs.torchrl.tool_parsers import ToolCall as ToolCall
+    from envs.torchrl.tool_parsers import XMLBlockParser as XMLBlockParser
+    from envs.torchrl.tools import ExecuteToolsInOrder as ExecuteToolsInOrder
+    from envs.torchrl.tools import SimpleToolTransform as SimpleToolTransform
+    from envs.torchrl.tools import Tool as Tool
+    from envs.torchrl.tools import ToolRegistry as ToolRegistry
     from envs.transforms.kl import KLComputation as KLComputation
     from envs.transforms.kl import RetrieveKL as RetrieveKL
-    from envs.transforms.kl_reward import KLRewardTransform as KLRewardTransform
     from envs.transforms.log_probs import RetrieveLogProb as RetrieveLogProb
-    from envs.transforms.policy_version import PolicyVersion as PolicyVersion
-    from envs.transforms.python_interpreter import PythonInterpreter as PythonInterpreter
-    from envs.transforms.python_interpreter import PythonTool as PythonTool
-    from envs.transforms.ray import RayKLRewardTransform as RayKLRewardTransform
-    from envs.transforms.ray import RayRetrieveKL as RayRetrieveKL
-    from envs.transforms.ray import RayTransform as RayTransform
-    from envs.transforms.step_counter import StepCounter as StepCounter
     from envs.transforms.tokenizer import IncrementalTokenizer as IncrementalTokenizer
-    from envs.transforms.tool_parsers import JSONCallParser as JSONCallParser
-    from envs.transforms.tool_parsers import ToolCall as ToolCall
-    from envs.transforms.tool_parsers import XMLBlockParser as XMLBlockParser
-    from envs.transforms.tools import ExecuteToolsInOrder as ExecuteToolsInOrder
-    from envs.transforms.tools import SimpleToolTransform as SimpleToolTransform
-    from envs.transforms.tools import Tool as Tool
-    from envs.transforms.tools import ToolRegistry as ToolRegistry
-    from envs.transforms.tools import ToolTransformBase as ToolTransformBase
     from envs.transforms.transform import Compose as Compose
     from envs.transforms.transform import Transform as Transform
 

@@ -20,7 +20,7 @@ from policies.specs import Composite
 
 RAY_VERSIONS = {
     "envs.transforms.kl.RetrieveKL": "RayRetrieveKL",
-    "envs.transforms.kl_reward.KLRewardTransform": "RayKLRewardTransform",
+    "envs.torchrl.kl_reward.KLRewardTransform": "RayKLRewardTransform",
 }
 RESOURCES = ("actor_name", "num_cpus", "num_gpus")
 
@@ -162,7 +162,7 @@ class Shareable:
         version = RAY_VERSIONS.get(f"{cls.__module__}.{cls.__qualname__}")
         if version is None:
             raise TypeError(f"{cls.__name__} has no Ray version; use RayTransform({cls.__name__})")
-        return getattr(import_module("envs.transforms.ray"), version)(*args, **kwargs)
+        return getattr(import_module("envs.torchrl.ray"), version)(*args, **kwargs)
 
 
 def _hook(name: str) -> Any:

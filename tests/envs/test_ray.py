@@ -20,6 +20,7 @@ from specification_rows.kl_reward import own_ray, ragged, tokens_ref
 from tensordict import TensorDict
 
 from envs import ChatEnv, TransformedEnv
+from envs.torchrl import ray as ray_module
 from envs.transforms import (
     KLRewardTransform,
     RayKLRewardTransform,
@@ -28,7 +29,6 @@ from envs.transforms import (
     RetrieveKL,
     Transform,
 )
-from envs.transforms import ray as ray_module
 from envs.transforms.ragged import get_values
 
 pytestmark = pytest.mark.ray

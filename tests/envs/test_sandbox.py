@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from envs.sandbox import Sandbox, bubblewrap
+from envs.tools.sandbox import Sandbox, bubblewrap
 
 
 def run(code: str, **options):

@@ -78,6 +78,9 @@ def test_the_loop_imports_no_other_room():
     loop = [name for name in TREES if re.fullmatch(r"trainer/(kl/)?(?!__init__)\w+\.py", name)]
     for name in loop:
         assert not [m for m in imports(name) if m.startswith(tuple(f"trainer.{r}" for r in rooms))]
+    for name in TREES:  # adapters use a parser of TorchRL
+        if re.fullmatch(r"envs/(?!torchrl/|adapters/)(\w+/)?(?!__init__)\w+\.py", name):
+            assert not [module for module in imports(name) if module.startswith("envs.torchrl")]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -89,7 +92,7 @@ def test_every_public_name_is_there_and_has_a_docstring(package):
 
 
 def test_the_parent_and_lazy_packages_load_nothing_heavy():
-    light = [*PACKAGES, "conf.api", "conf.check", "conf.cli", "envs.sandbox", "train"]
+    light = [*PACKAGES, "conf.api", "conf.check", "conf.cli", "envs.tools.sandbox", "train"]
     light += ["trainer.pages.report", "trainer.pages.sweep_page"]
     for room in ("tasks", "adapters", "answers"):
         light += [f"envs.{room}.{p.stem}" for p in (ROOT / "envs" / room).glob("[a-z]*.py")]

@@ -24,9 +24,9 @@ from conf.resume import job_config, resumed
 from envs.data import Table
 from envs.rewards.functions import Function
 from envs.rewards.rewarded import Rewarded
-from envs.sandbox import Sandbox
 from envs.tasks.task import Response, Task
-from envs.transforms.tools import Tool
+from envs.tools.sandbox import Sandbox
+from envs.torchrl.tools import Tool
 from policies.models.sharding import shard
 from policies.wrappers.transformers_wrapper import TransformersWrapper
 from trainer.modes.preflight.checks import check_rewards

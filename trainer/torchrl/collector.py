@@ -17,7 +17,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from envs.env import EnvBase, TransformedEnv
-from envs.transforms.policy_version import PolicyVersion
+from envs.torchrl.policy_version import PolicyVersion
 from policies.chats.containers import Tokens
 from policies.padding import rows
 from policies.wrappers.wrapper import LLMWrapperBase

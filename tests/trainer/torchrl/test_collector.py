@@ -15,7 +15,7 @@ from tensordict import TensorDict, lazy_stack
 from uneven_chats import Uneven, start
 
 from envs.chat_env import ChatEnv, DatasetChatEnv
-from envs.transforms.step_counter import StepCounter
+from envs.torchrl.step_counter import StepCounter
 from policies.padding import pad
 from trainer.collect import collect
 from trainer.torchrl.collector import LLMCollector

@@ -1,4 +1,4 @@
-"""Run Python in a sandbox: the ```python blocks of a response, or calls of a tool."""
+"""Run the ```python blocks of a response in a sandbox."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from envs.sandbox import Sandbox
-from envs.transforms.tools import ToolTransformBase
+from envs.tools.results import ToolTransformBase
+from envs.tools.sandbox import Sandbox
 
 BLOCK = re.compile(r"```python[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -16,8 +16,9 @@ BLOCK = re.compile(r"```python[ \t]*\n(.*?)```", re.DOTALL)
 class PythonInterpreter(ToolTransformBase):
     """Run the ```python blocks of a response; each result is a message of role `tool_name`.
 
-    Each block runs in a separate process with the limits of envs/sandbox.py. `timeout` (seconds)
-    and `limits` (memory, file_size, processes, max_output of `Sandbox`) apply to one block.
+    Each block runs in a separate process with the limits of envs/tools/sandbox.py. `timeout`
+    (seconds) and `limits` (memory, file_size, processes, max_output of `Sandbox`) apply to one
+    block.
     """
 
     def __init__(self, *, tool_name: str = "tool", timeout: float = 10.0, **limits: Any) -> None:
@@ -37,31 +38,3 @@ class PythonInterpreter(ToolTransformBase):
             how = "ran" if ran.ok else "failed"
             results.append(f"Code block {number} {how}:\n{ran.output}".rstrip())
         return results or None
-
-
-class PythonTool:
-    """Run Python code and return what it prints.
-
-    A tool of `env.tools` or, as python(code), of a `ToolRegistry`. Each call runs in a separate
-    process with the `limits` of `Sandbox` (timeout, memory, file_size, processes, max_output); code
-    that fails is a RuntimeError with its output.
-    """
-
-    name = "python"
-    schema_in = {"code": str}  # noqa: RUF012
-    at_once = os.cpu_count() or 1  # calls
-
-    def __init__(self, **limits: Any) -> None:
-        self.sandbox = Sandbox(**limits)
-
-    def __call__(self, code: str) -> str:
-        """Run Python code and return what it prints.
-
-        Args:
-            code: The program.
-
-        """
-        ran = self.sandbox.run(code)
-        if not ran.ok:
-            raise RuntimeError(ran.output.rstrip())
-        return ran.output.rstrip()

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from tensordict import TensorDictBase
 
+from envs.torchrl.kl_reward import KLRewardTransform
 from envs.transforms.kl import RetrieveKL
-from envs.transforms.kl_reward import KLRewardTransform
 from envs.transforms.log_probs import check_one
 from envs.transforms.transform import Compose, PassesSpecs, Transform
 from policies.optional_packages import EXTRAS

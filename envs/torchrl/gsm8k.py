@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from envs.chat_env import DatasetChatEnv
-from envs.rewards.parsers import GSM8KRewardParser
-from envs.transforms.step_counter import StepCounter
+from envs.torchrl.reward_parsers import GSM8KRewardParser
+from envs.torchrl.step_counter import StepCounter
 
 
 class GSM8KEnv(DatasetChatEnv):

@@ -1,30 +1,21 @@
-"""Execute the tool calls of a response and append their results to the chat.
+"""Execute the tool calls that a parser finds in a response: TorchRL's tools.
 
-Results are messages of role "tool" at the end of the next prompt; the policy then responds again.
-Errors of a tool are results too: the policy reads them, and the run continues.
+`env.tools` (envs/tools/) reads calls in the model's own format instead. Errors of a tool are
+results too: the policy reads them, and the run continues.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-from tensordict import TensorDictBase
-
-from envs.chat_io import change_chats, read_history
 from envs.rewards.functions import Refused
-from envs.transforms.tool_parsers import Parser, PatternParser, ToolCall
-from envs.transforms.transform import Transform
-
-LONGEST = 4000  # characters of a result that the policy sees
-Results = Sequence[str | dict[str, Any]] | None  # texts, or messages without a role
+from envs.tools.results import ToolTransformBase, as_text, in_thread
+from envs.torchrl.tool_parsers import Parser, PatternParser, ToolCall
 
 
 @dataclass(frozen=True)
@@ -108,68 +99,6 @@ def _type_name(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
-class ToolTransformBase(Transform):
-    """Append the results of a response's tools to the next prompt, one message per result.
-
-    Subclasses implement `_process_batch_item(content, index)`: the results of a response, None or
-    [] without calls. A chat with calls continues without reward, even if its task had ended it, and
-    without the task's next messages; a chat at a limit makes no calls. Needs a ChatEnv in history
-    mode (RuntimeError).
-    """
-
-    tool_role = "tool"
-    chats: Sequence[list[dict[str, Any]]] = ()  # of this step, the responses last
-
-    def _process_batch_item(self, content: str, index: int) -> Results:
-        raise NotImplementedError(f"{type(self).__name__} has no _process_batch_item")
-
-    def _process_batch(self, contents: dict[int, str]) -> dict[int, Results]:
-        """Return the results of each open row, one row after the other."""
-        return {i: self._process_batch_item(text, i) for i, text in contents.items()}
-
-    def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
-        base = None if self.container is None else self.container.base_env
-        if getattr(base, "input_mode", None) != "history":
-            name = type(self).__name__
-            raise RuntimeError(f"{name} must be used with a ChatEnv in history mode, got {base!r}")
-        chats = self.chats = read_history(tensordict, ("history", "full")).chats()
-        results = self._process_batch(
-            {i: chats[i][-1]["content"] for i in self._open_rows(next_td)}
-        )
-        called = {i: texts for i, texts in results.items() if texts}
-        new = {i: [self._message(text) for text in texts] for i, texts in called.items()}
-        change_chats(next_td, {i: lambda _, i=i: [*chats[i], *new[i]] for i in new})
-        goes_on = torch.zeros(len(chats), dtype=torch.bool)  # [B]
-        goes_on[list(called)] = True
-        if "done" in next_td:
-            _clear(next_td, self.parent.full_reward_spec.keys(True, True), goes_on)
-            _clear(next_td, ["done", "terminated"], goes_on)
-        return next_td
-
-    def _reset(self, tensordict: TensorDictBase | None, td_reset: TensorDictBase) -> TensorDictBase:
-        return td_reset
-
-    def _open_rows(self, next_td: TensorDictBase) -> list[int]:
-        """Return the rows that have a turn left."""
-        closed = torch.zeros(len(next_td), dtype=torch.bool)
-        if "truncated" in next_td:
-            closed |= next_td.get("truncated").reshape(-1).cpu()
-        limit = getattr(self.container.base_env, "max_turns", None)
-        if limit is not None and "turn" in next_td:
-            closed |= next_td.get("turn").reshape(-1).cpu() >= limit
-        return (~closed).nonzero().flatten().tolist()
-
-    def _message(self, result: str | dict[str, Any]) -> dict[str, Any]:
-        """Return a result, a text or a message, as a message, cut to `LONGEST` characters."""
-        message = {"content": result} if isinstance(result, str) else result
-        text = message["content"]
-        more = len(text) - LONGEST
-        text = text if more <= 0 else f"{text[:LONGEST]}\n[{more} more characters]"
-        # JSON may contain lone surrogates
-        content = text.encode(errors="replace").decode()
-        return {**message, "role": self.tool_role, "content": content}
-
-
 class ExecuteToolsInOrder(ToolTransformBase):
     """Execute the calls that `parser` finds, in order, by the tools of `registry`.
 
@@ -242,15 +171,6 @@ class SimpleToolTransform(ExecuteToolsInOrder):
         self.tool_role = tool_name
 
 
-def as_text(value: Any) -> str:
-    """Return a tool's result as text: JSON unless it is a text; arrays of numpy are lists."""
-
-    def known(part: Any) -> Any:
-        return part.tolist() if hasattr(part, "tolist") else str(part)
-
-    return value if isinstance(value, str) else json.dumps(value, default=known, ensure_ascii=False)
-
-
 def _within(timeout: float | None, work: Callable[[], Any]) -> Any:
     """Return the result of a call or raise TimeoutError; its thread is not stopped."""
     if timeout is None:
@@ -259,30 +179,3 @@ def _within(timeout: float | None, work: Callable[[], Any]) -> Any:
     if not wait([result], timeout).done:
         raise TimeoutError(f"no result within {timeout} s")
     return result.result()
-
-
-def in_thread(work: Callable[[], Any]) -> Future[Any]:
-    """Return the future result of a call in a thread that does not delay the end of the process."""
-    result: Future[Any] = Future()
-    result.set_running_or_notify_cancel()  # from here on nobody can cancel it
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except StopIteration as error:  # asyncio cannot pass it on; a generator does the same
-            result.set_exception(RuntimeError(f"StopIteration: {error}"))
-        except BaseException as error:  # also KeyboardInterrupt: no signal raises it in a thread
-            usual = isinstance(error, Exception | SystemExit)
-            result.set_exception(error if usual else RuntimeError(repr(error)))
-
-    threading.Thread(target=run, daemon=True).start()
-    return result
-
-
-def _clear(td: TensorDictBase, keys: Any, rows: torch.Tensor) -> None:
-    """Set existing entries at the keys to 0 (False) in the marked rows, bool [B]."""
-    for key in keys:
-        value = td.get(key, None)
-        if value is not None:
-            mask = rows.to(value.device).reshape(-1, *[1] * (value.ndim - 1))
-            td.set(key, value.masked_fill(mask, 0))

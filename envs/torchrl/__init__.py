@@ -1,0 +1,6 @@
+"""TorchRL's environment, reward parsers, tools and other transforms, for porting programs.
+
+No experiment uses them: a run's tasks are in envs/tasks/, its tools in envs/tools/, its KL in
+trainer/kl/. `envs`, `envs.rewards` and `envs.transforms` export the names;
+docs/coming_from_torchrl.md lists them and the intended differences.
+"""
