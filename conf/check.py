@@ -17,7 +17,7 @@ from conf.build import (
     make_controller,
     make_task,
 )
-from conf.hints import nearest
+from conf.unknown_names import nearest
 from envs.data import is_file
 from envs.rewards.validate import first_fault, in_one_line
 from envs.transforms import is_kl_transform

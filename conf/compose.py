@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from conf.check import check
-from conf.hints import missing_file, nearest
 from conf.schema import FOLDER, TYPES, all_keys, groups
+from conf.unknown_names import missing_file, nearest
 from policies.cache import write_text
 from trainer.runs.folders import TEMPORARY, is_main_rank, quoted, unique_folder
 from trainer.runs.redact import is_secret, redact

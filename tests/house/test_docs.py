@@ -24,8 +24,8 @@ from conf import schema
 from conf.build import make_task
 from conf.cli import expand
 from conf.compose import compose, compose_checked
-from conf.hints import other_names
 from conf.schema import all_keys
+from conf.unknown_names import other_names
 from envs.tasks import Response
 from policies.load import load_policy
 
