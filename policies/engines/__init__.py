@@ -1,1 +1,5 @@
-"""vLLM, in the process and as a server."""
+"""Clients of inference engines: vLLM, in the process and as a server.
+
+conf/policy/engine/<name>.yaml names the factory of an engine, such as `make_vllm_generator` in
+policies/wrappers/vllm_wrapper.py.
+"""
