@@ -96,7 +96,7 @@ test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment o
 	.venv-vllm/bin/python -m policies.models.find
 	touch $@
 
-FLOORS := tests/envs/test_chat_env.py tests/policies/test_chat_template.py tests/trainer/test_collect.py \
+FLOORS := tests/envs/test_chat_env.py tests/policies/test_renderer.py tests/trainer/test_collect.py \
 	tests/policies/test_containers.py tests/envs/test_data.py tests/trainer/runs/test_failures.py \
 	tests/trainer/kl/test_kl.py tests/policies/test_lora.py tests/trainer/test_losses.py \
 	tests/policies/test_models.py tests/trainer/torchrl/test_rollout_from_model.py tests/trainer/test_runtime.py \

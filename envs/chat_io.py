@@ -15,9 +15,9 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
-from policies.chats.chat_template import Renderer
 from policies.chats.containers import ChatHistory, Text, Tokens
 from policies.chats.history import History
+from policies.chats.renderer import Renderer
 from policies.padding import attended, is_ragged, rows
 from policies.specs import Composite, NonTensor, Unbounded
 

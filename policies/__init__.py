@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from policies.lazy import lazy
 
 if TYPE_CHECKING:
-    from policies.chats.chat_template import Renderer as Renderer
     from policies.chats.containers import ChatHistory as ChatHistory
     from policies.chats.containers import LogProbs as LogProbs
     from policies.chats.containers import Masks as Masks
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
         _extract_responses_from_full_histories as _extract_responses_from_full_histories,
     )
     from policies.chats.history import History as History
+    from policies.chats.renderer import Renderer as Renderer
     from policies.chats.templates import add_chat_template as add_chat_template
     from policies.distributions.masked import MaskedCategorical as MaskedCategorical
     from policies.distributions.masked import MaskedOneHotCategorical as MaskedOneHotCategorical

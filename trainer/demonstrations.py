@@ -10,9 +10,9 @@ from torch import Tensor
 from envs.chat_env import ChatEnv
 from envs.data import LazyRows
 from envs.tasks.task import Message, Row, Task, naming
-from policies.chats.chat_template import Rendered
 from policies.chats.containers import Masks, Tokens
 from policies.chats.pieces import OUTSIDE
+from policies.chats.renderer import Rendered
 from policies.load import load_reference
 from policies.padding import pad, pad_mask
 from policies.protocols import Policy

@@ -14,7 +14,7 @@ from typing import Any
 
 from envs.data import LazyRows
 from envs.tasks.task import Row, assistant, naming
-from policies.chats.chat_template import Renderer
+from policies.chats.renderer import Renderer
 from policies.scorer import max_positions
 from trainer.trainer import Trainer
 

@@ -20,7 +20,7 @@ from envs.rewards.functions import FAULTS, finished
 from envs.tools.functions import TypedTool
 from envs.tools.reading import Call, CallReader
 from envs.tools.results import ToolTransformBase, as_text, in_thread
-from policies.chats.chat_template import Renderer
+from policies.chats.renderer import Renderer
 from policies.specs import Composite, Unbounded
 
 AT_ONCE = 32  # calls of an async function

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from policies.chats.chat_template import Renderer
-from policies.chats.rendering import bounded
+from policies.chats.jinja_template import bounded
+from policies.chats.renderer import Renderer
 from policies.chats.tool_calls import make_call
 
 # Of responses that are not well formed.

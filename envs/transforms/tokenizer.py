@@ -10,7 +10,7 @@ from torch import Tensor
 
 from envs.chat_io import full_ids, next_ids, read_history, write_ids
 from envs.transforms.transform import Transform
-from policies.chats.chat_template import Renderer
+from policies.chats.renderer import Renderer
 from policies.padding import rows
 from policies.specs import Composite, Unbounded
 

@@ -15,10 +15,10 @@ import torch
 from tensordict import MetaData, TensorClass, lazy_stack
 from torch import Tensor
 
-from policies.chats.chat_template import Renderer
 from policies.chats.history import History
 from policies.chats.messages import PADDING_ROLE, records_of
 from policies.chats.parsing import Format, find_reader
+from policies.chats.renderer import Renderer
 from policies.specs import container_spec
 
 FIELDS = ("prompt", "response", "full")

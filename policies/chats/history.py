@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from tensordict import TensorClass, TensorDict, TensorDictBase, lazy_stack
 
-from policies.chats.chat_template import Rendered, Renderer
 from policies.chats.messages import checked, columns, records_of, visible
 from policies.chats.parsing import find_reader
+from policies.chats.renderer import Rendered, Renderer
 from policies.padding import pad, pad_mask
 from policies.specs import Composite, NonTensor
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from policies.chats.encoder import Encoder, Span
+from policies.chats.jinja_template import render_template
 from policies.chats.messages import Message
 from policies.chats.pieces import Piece, close_turn, count_same, cut
-from policies.chats.rendering import render_template
 from policies.chats.templates import Template
+from policies.chats.text_encoder import Encoder, Span
 from policies.chats.tool_calls import THOUGHTS, WRITTEN, make_call, make_schema, with_arguments
 
 CACHE_SIZE = 512

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from policies.chats.jinja_template import render_template
 from policies.chats.messages import Message
-from policies.chats.rendering import render_template
 from policies.chats.templates import find_template
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from policies.chats.encoder import Span
 from policies.chats.messages import Message
+from policies.chats.text_encoder import Span
 
 OUTSIDE = -1  # the turn of a token outside the assistant mask
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, GPT2Config, GPT2Model
 
 from policies.cache import make_readable
-from policies.chats.chat_template import Renderer
+from policies.chats.renderer import Renderer
 from policies.chats.templates import require_template
 from policies.layout import pack_rows
 from policies.load import load_policy

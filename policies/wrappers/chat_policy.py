@@ -21,8 +21,8 @@ from tensordict import TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from policies.chats.chat_template import Renderer
 from policies.chats.containers import LogProbs, Masks, Text, Tokens
+from policies.chats.renderer import Renderer
 from policies.models.find import token_ids
 from policies.padding import unpad
 from policies.sampler import Sampled, Stop

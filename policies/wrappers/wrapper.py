@@ -16,9 +16,9 @@ from tensordict import TensorDictBase, unravel_key
 from torch import Tensor
 from torch.distributions import Categorical
 
-from policies.chats.chat_template import Renderer
 from policies.chats.containers import ChatHistory, Text, Tokens
 from policies.chats.history import History
+from policies.chats.renderer import Renderer
 from policies.distributions.sequences import LLMMaskedCategorical
 from policies.models.find import find_model, load_model, load_tokenizer
 from policies.padding import predicted, unpad

@@ -15,7 +15,7 @@ from uneven_chats import data, responded
 from envs import ChatEnv, check_env_specs
 from envs.tasks.task import Response, Reward, Task, user
 from envs.tools import CallReader, CallTools, TypedTool
-from policies.chats.chat_template import Renderer
+from policies.chats.renderer import Renderer
 from policies.models.find import find_model, load_tokenizer
 
 CHAT = (

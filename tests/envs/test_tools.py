@@ -25,7 +25,7 @@ from envs.transforms import (
     ToolRegistry,
     XMLBlockParser,
 )
-from policies.chats.chat_template import Renderer
+from policies.chats.renderer import Renderer
 from policies.load import load_policy
 from policies.models.find import find_model, load_tokenizer
 from policies.random import fold

@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 
 from envs.tasks.task import assistant, user
 from envs.tools.reading import CallReader, formats
-from policies.chats.chat_template import Renderer
+from policies.chats.renderer import Renderer
 
 pytestmark = pytest.mark.peers
 FOLDER = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from letters import letters
 from tensordict import TensorDict, lazy_stack
 
-from policies.chats.chat_template import Renderer
 from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from policies.chats.history import History
+from policies.chats.renderer import Renderer
 from policies.padding import is_ragged, pad, pad_mask, rows
 from policies.specs import Composite, NonTensor, Unbounded
 

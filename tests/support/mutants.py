@@ -324,7 +324,7 @@ DIST, SAMPLE = (
     "policies.distributions.token_distribution",
     "policies.wrappers.transformers_wrapper:sample",
 )
-RENDERER = "policies.chats.chat_template:Renderer"
+RENDERER = "policies.chats.renderer:Renderer"
 KL, LEASH, GAE = "envs.transforms.kl:KLComputation", "trainer.kl.leash:Leash", "trainer.gae:gae"
 BASELINES, MASKS, OBJECTIVES = "trainer.baselines", "trainer.surrogates", "trainer.objectives"
 ROWS: list[tuple[str, Callable, str]] = [

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from runs import metrics, train_here
 
-from policies.chats.chat_template import Renderer
+from policies.chats.renderer import Renderer
 from policies.models.find import find_model, load_tokenizer
 from trainer.length_filter import LengthFilter
 

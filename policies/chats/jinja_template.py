@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from policies.chats.encoder import Span
 from policies.chats.messages import Message
+from policies.chats.text_encoder import Span
 
 SECONDS = 5.0  # of computing for one chat; real templates take milliseconds
 LONGEST = 1 << 20  # characters of a rendered chat that is over ten times as long as its messages

@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from envs.tasks.task import assistant, user
-from policies.chats.chat_template import Renderer
 from policies.chats.history import History
+from policies.chats.renderer import Renderer
 from policies.chats.templates import with_variables
 from policies.chats.tool_calls import make_call
 from policies.load import load_policy
@@ -408,7 +408,7 @@ CALLS = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% end
     ],
 )
 def test_a_template_without_an_end_is_refused(added, named, monkeypatch):
-    monkeypatch.setattr("policies.chats.rendering.SECONDS", 0.5)
+    monkeypatch.setattr("policies.chats.jinja_template.SECONDS", 0.5)
     before = signal.getsignal(signal.SIGVTALRM)
     with pytest.raises(ValueError, match=rf"{named}.*{KEY}=chatml"):
         Renderer(make_tokenizer(CHATML + added))

@@ -22,12 +22,12 @@ from itertools import accumulate
 from math import inf
 from typing import Any
 
-from policies.chats.encoder import Encoder
 from policies.chats.messages import Message, check_messages
 from policies.chats.next_turn import Gap, LostTurn, StandIn
 from policies.chats.outlines import CACHE_SIZE, Outlines
 from policies.chats.pieces import OUTSIDE, Piece, close_turn, fill, turns_of
 from policies.chats.templates import find_template
+from policies.chats.text_encoder import Encoder
 
 _REWRITTEN = "rewrites contents, and this chat's contents hold the text of control tokens"
 
