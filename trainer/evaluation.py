@@ -9,6 +9,8 @@ reference: sampled before training (eval.frontier) or later (mode=frontier), see
 import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
+from itertools import pairwise
+from random import Random
 from typing import Any
 
 import torch
@@ -32,11 +34,12 @@ class Evaluate:
     """Measure the generator on the task's eval rows.
 
     `prompts_per_batch` prompts are sampled at a time, greedy responses as many at a time; draws
-    depend on (seed, row, sample) only, so that two evaluations differ by the weights alone.
+    depend on (seed, place among the rows, sample) only, so that two evaluations of the same rows
+    differ by the weights alone.
     `retrieve_kl` measures the KL of the sampled responses; with `frontier` responses to each row
     before training, kl/efficiency judges it. A task that rewards nothing has the KL alone.
-    `train_rows` training rows are evaluated in the same way, for metrics of their own. Both, and
-    `max_rows` held-out rows, are spread over the whole list, which may be sorted by kind.
+    `train_rows` training rows are evaluated in the same way, for metrics of their own.
+    `train_rows` and `max_rows` are spread over the whole list, which may be sorted by kind.
     """
 
     def __init__(
@@ -255,10 +258,15 @@ class Evaluate:
 
 
 def _spread(rows: Sequence[dict[str, Any]], count: int | None) -> list[dict[str, Any]]:
-    """Return `count` of the rows, the first of each of `count` equal parts; None: all rows."""
+    """Return `count` of the rows, a random one of each of `count` equal parts; None: all rows.
+
+    The draw is the same in every run. A fixed step would miss tasks that take turns (`env=mix`).
+    """
     if count is None or count >= len(rows):
         return list(rows)
-    return [rows[i * len(rows) // count] for i in range(count)]
+    draw = Random(0)
+    edges = [i * len(rows) // count for i in range(count + 1)]
+    return [rows[draw.randrange(start, end)] for start, end in pairwise(edges)]
 
 
 def sample(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from policies.lazy import lazy
 
 if TYPE_CHECKING:
+    from envs.tools.python_tool import PythonTool as PythonTool
     from envs.tools.results import ToolTransformBase as ToolTransformBase
     from envs.torchrl.kl_reward import KLRewardTransform as KLRewardTransform
     from envs.torchrl.policy_version import PolicyVersion as PolicyVersion

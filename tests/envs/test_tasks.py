@@ -236,9 +236,8 @@ def test_mixed_batches_keep_the_tasks_parts_and_accuracies_apart():
     assert values.isnan().tolist() == [rows[i // 2]["task"] != "facts" for i in range(8)]
     assert got["reward_part/facts/ended"] == pytest.approx(float(values.nanmean()))
     assert got["reward_part/turns/said"] == 4.0, "two turns of 2"
-    evaluate = Evaluate(
-        task=task, num_samples=1, max_rows=9, generator=policy, runtime=one_process(), env=env
-    )
+    evaluate = Evaluate(task=task, num_samples=1, generator=policy, runtime=one_process(), env=env)
+    evaluate.set_rows(task.rows("eval")[:9])  # three of each task
     scores, _ = evaluate(0)
     counts = Counter(row["task"] for row in evaluate.rows)
     for kind in ("sampled", "greedy"):

@@ -12,6 +12,8 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
 from envs.tasks.facts import Facts
+from envs.tasks.mix import Mix
+from envs.tasks.sort_digits import SortDigits
 from envs.tasks.task import Response, Reward
 from policies import load_policy, load_reference
 from trainer.evaluation import Evaluate, sample
@@ -202,6 +204,11 @@ class Split(Words):
         return rows[2:] if split == "train" else rows[:2]
 
 
+def in_turn() -> Mix:
+    """Two tasks whose rows alternate."""
+    return Mix({"digits": SortDigits(num_rows=200), "facts": Facts()}, num_rows=240)
+
+
 class Swapped(Split):
     def rows(self, split: str) -> list[dict]:
         return super().rows("eval" if split == "train" else "train")
@@ -220,16 +227,19 @@ def test_training_rows_are_evaluated_as_held_out_ones_under_names_of_their_own()
     assert first["eval_train/reward"] == alone["eval/reward"]
 
 
-def test_fewer_rows_are_spread_over_rows_that_are_sorted_by_kind():
-    facts = Facts()
-    limited = evaluate(facts, train_rows=20, max_rows=20)
+@pytest.mark.parametrize("count", [20, 40])
+@pytest.mark.parametrize("build", [Facts, in_turn])
+def test_fewer_rows_have_each_kind_whether_rows_are_sorted_by_kind_or_take_turns(build, count):
+    task = build()
+    limited = evaluate(task, train_rows=count, max_rows=count)
     parts = {"train": limited.beside, "eval": limited}
     for split, part in parts.items():
-        counts = Counter(map(facts.label, facts.rows(split)))
+        counts = Counter(map(task.label, task.rows(split)))
         used = Counter(part.labels)
-        assert used.total() == 20
-        for kind, count in counts.items():
-            assert abs(used[kind] - 20 * count / counts.total()) < 1
+        assert used.total() == count
+        for kind, rows in counts.items():  # 4 standard deviations of `count` free draws at most
+            share = rows / counts.total()
+            assert abs(used[kind] - count * share) < 4 * math.sqrt(count * share * (1 - share))
 
 
 @pytest.mark.parametrize(("drops", "kept"), [(False, 12), (True, 9)])
