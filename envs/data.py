@@ -50,6 +50,11 @@ class LazyRows(Sequence[Any]):
         return self.make(self.items[index])
 
 
+def is_listed(rows: Sequence[Any]) -> bool:
+    """Return whether rows are a list, or read as cheaply, and not generated one by one."""
+    return isinstance(rows, list | tuple) or getattr(rows, "listed", False)
+
+
 def map_rows(make: Callable[[Any], Any], items: Sequence[Any]) -> Sequence[Any]:
     """Apply `make` to each item: now if `items` is a list, else on access."""
     return [make(item) for item in items] if isinstance(items, list) else LazyRows(make, items)

@@ -9,14 +9,13 @@ reference: sampled before training (eval.frontier) or later (mode=frontier), see
 import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
-from itertools import pairwise
-from random import Random
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
+from envs.data import is_listed
 from envs.tasks.task import Task
 from policies.protocols import Generator
 from policies.random import fold
@@ -39,7 +38,7 @@ class Evaluate:
     `retrieve_kl` measures the KL of the sampled responses; with `frontier` responses to each row
     before training, kl/efficiency judges it. A task that rewards nothing has the KL alone.
     `train_rows` training rows are evaluated in the same way, for metrics of their own.
-    `train_rows` and `max_rows` are spread over the whole list, which may be sorted by kind.
+    Fewer rows than there are (`max_rows`, `train_rows`) are taken at a fixed step, label by label.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Evaluate:
         train_rows: int = 0,
     ) -> None:
         self.task, self.env, self.generator = task, env, generator
-        self.set_rows(_spread(task.rows("eval"), max_rows))
+        self.set_rows(_spread(task, task.rows("eval"), max_rows))
         self.runtime, self.prompts_per_batch, self.every = runtime, prompts_per_batch, every
         self.retrieve_kl = retrieve_kl
         self.placements = placement_of(generator), placement_of(retrieve_kl)
@@ -72,7 +71,7 @@ class Evaluate:
     def _of_training(self, rows: int, frontier: int) -> "Evaluate":
         """Return the evaluation of so many training rows."""
         other = copy(self)
-        other.set_rows(_spread(self.task.rows("train"), rows))
+        other.set_rows(_spread(self.task, self.task.rows("train"), rows))
         other.beside = None
         if frontier:
             other.efficiency = Efficiency(frontier, self.runtime.folder / TRAIN_FILE)
@@ -257,16 +256,17 @@ class Evaluate:
         return td.set("row", NonTensorStack(*map(NonTensorData, rows)))
 
 
-def _spread(rows: Sequence[dict[str, Any]], count: int | None) -> list[dict[str, Any]]:
-    """Return `count` of the rows, a random one of each of `count` equal parts; None: all rows.
-
-    The draw is the same in every run. A fixed step would miss tasks that take turns (`env=mix`).
-    """
+def _spread(task: Task, rows: Sequence[dict[str, Any]], count: int | None) -> list[dict[str, Any]]:
+    """Return `count` of the rows, with the shares of the labels among all rows; None: all rows."""
     if count is None or count >= len(rows):
         return list(rows)
-    draw = Random(0)
-    edges = [i * len(rows) // count for i in range(count + 1)]
-    return [rows[draw.randrange(start, end)] for start, end in pairwise(edges)]
+    if not is_listed(rows):  # generated: slow to read to the end, and the first are like the others
+        return [rows[place] for place in range(count)]
+    places = list(range(len(rows)))
+    if task.label(rows[0]) is not None:
+        places.sort(key=lambda i: str(task.label(rows[i])))
+    chosen = sorted(places[i * len(rows) // count] for i in range(count))
+    return [rows[place] for place in chosen]
 
 
 def sample(

@@ -12,7 +12,7 @@ from itertools import islice
 from random import Random
 from typing import Any
 
-from envs.data import LazyRows
+from envs.data import LazyRows, is_listed
 from envs.tasks.task import Row, assistant, naming
 from policies.chats.renderer import Renderer
 from policies.scorer import max_positions
@@ -106,8 +106,7 @@ def drop_long_rows(loop: Trainer) -> list[str]:
     for name, fit in make_filters(loop).items():
         part = parts[name]
         rows = getattr(part, "rows", ())
-        listed = isinstance(rows, list | tuple) or getattr(rows, "listed", False)
-        if not listed or not rows:
+        if not is_listed(rows) or not rows:
             continue
         some = Random(0).sample(range(len(rows)), min(SAMPLE, len(rows)))
         tried = [rows[i] for i in some]

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from envs.data import LazyRows
+from envs.data import LazyRows, is_listed
 from envs.rewards.compute import compute_rewards
 from envs.tasks.task import Message, Response, Reward, Row, Split, Task
 
@@ -108,7 +108,7 @@ def mixed_rows(sources: Mapping[str, Sequence[Row]], mix: Mix) -> LazyRows:
         name = min(counts, key=lambda n: (counts[n] + 0.5) / mix.shares[n])
         places.append((name, orders[name][counts[name] % len(orders[name])]))
         counts[name] += 1
-    listed = all(isinstance(r, list) or getattr(r, "listed", False) for r in sources.values())
+    listed = all(map(is_listed, sources.values()))
 
     def row(place: tuple[str, int]) -> Row:
         return {**sources[place[0]][place[1]], "task": place[0]}

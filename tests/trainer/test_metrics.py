@@ -11,6 +11,7 @@ from small_runs import Unjudged
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
+from envs.data import LazyRows
 from envs.tasks.facts import Facts
 from envs.tasks.mix import Mix
 from envs.tasks.sort_digits import SortDigits
@@ -227,9 +228,9 @@ def test_training_rows_are_evaluated_as_held_out_ones_under_names_of_their_own()
     assert first["eval_train/reward"] == alone["eval/reward"]
 
 
-@pytest.mark.parametrize("count", [20, 40])
+@pytest.mark.parametrize("count", [9, 20, 40])
 @pytest.mark.parametrize("build", [Facts, in_turn])
-def test_fewer_rows_have_each_kind_whether_rows_are_sorted_by_kind_or_take_turns(build, count):
+def test_fewer_rows_have_each_kinds_share_whether_sorted_by_kind_or_in_turn(build, count):
     task = build()
     limited = evaluate(task, train_rows=count, max_rows=count)
     parts = {"train": limited.beside, "eval": limited}
@@ -237,9 +238,17 @@ def test_fewer_rows_have_each_kind_whether_rows_are_sorted_by_kind_or_take_turns
         counts = Counter(map(task.label, task.rows(split)))
         used = Counter(part.labels)
         assert used.total() == count
-        for kind, rows in counts.items():  # 4 standard deviations of `count` free draws at most
-            share = rows / counts.total()
-            assert abs(used[kind] - count * share) < 4 * math.sqrt(count * share * (1 - share))
+        for kind, rows in counts.items():
+            assert abs(used[kind] - count * rows / counts.total()) < 1
+
+
+def test_fewer_rows_without_labels_are_of_the_whole_list_and_generated_ones_the_first():
+    task = SortDigits(num_rows=200)
+    rows = list(task.rows("eval"))
+    used = [rows.index(row) for row in evaluate(task, max_rows=5).rows]
+    assert used == [0, len(rows) // 5, 2 * len(rows) // 5, 3 * len(rows) // 5, 4 * len(rows) // 5]
+    task.rows = lambda _: LazyRows(rows.__getitem__, range(len(rows)), listed=False)
+    assert evaluate(task, max_rows=5).rows == rows[:5]
 
 
 @pytest.mark.parametrize(("drops", "kept"), [(False, 12), (True, 9)])
