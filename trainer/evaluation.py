@@ -9,6 +9,7 @@ reference: sampled before training (eval.frontier) or later (mode=frontier), see
 import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
+from random import Random
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Evaluate:
     `retrieve_kl` measures the KL of the sampled responses; with `frontier` responses to each row
     before training, kl/efficiency judges it. A task that rewards nothing has the KL alone.
     `train_rows` training rows are evaluated in the same way, for metrics of their own.
-    Fewer rows than there are (`max_rows`, `train_rows`) are taken at a fixed step, label by label.
+    Fewer rows than there are (`max_rows`, `train_rows`) are a fixed random draw, label by label.
     """
 
     def __init__(
@@ -263,9 +264,11 @@ def _spread(task: Task, rows: Sequence[dict[str, Any]], count: int | None) -> li
     if not is_listed(rows):  # generated: slow to read to the end, and the first are like the others
         return [rows[place] for place in range(count)]
     places = list(range(len(rows)))
+    Random(0).shuffle(places)  # kinds of rows without labels may take turns or be sorted
     if task.label(rows[0]) is not None:
         places.sort(key=lambda i: str(task.label(rows[i])))
-    chosen = sorted(places[i * len(rows) // count] for i in range(count))
+    # The middle row of each of `count` equal parts, so that the last label loses no more.
+    chosen = sorted(places[(2 * i + 1) * len(rows) // (2 * count)] for i in range(count))
     return [rows[place] for place in chosen]
 
 
