@@ -51,7 +51,7 @@ class LazyRows(Sequence[Any]):
 
 
 def is_listed(rows: Sequence[Any]) -> bool:
-    """Return whether rows are a list, or read as cheaply, and not generated one by one."""
+    """Return whether all rows may be read before a run: not generated ones."""
     return isinstance(rows, list | tuple) or getattr(rows, "listed", False)
 
 

@@ -60,7 +60,7 @@ class Evaluate:
         train_rows: int = 0,
     ) -> None:
         self.task, self.env, self.generator = task, env, generator
-        self.set_rows(_spread(task, task.rows("eval"), max_rows))
+        self.set_rows(_draw(task, task.rows("eval"), max_rows))
         self.runtime, self.prompts_per_batch, self.every = runtime, prompts_per_batch, every
         self.retrieve_kl = retrieve_kl
         self.placements = placement_of(generator), placement_of(retrieve_kl)
@@ -72,7 +72,7 @@ class Evaluate:
     def _of_training(self, rows: int, frontier: int) -> "Evaluate":
         """Return the evaluation of so many training rows."""
         other = copy(self)
-        other.set_rows(_spread(self.task, self.task.rows("train"), rows))
+        other.set_rows(_draw(self.task, self.task.rows("train"), rows))
         other.beside = None
         if frontier:
             other.efficiency = Efficiency(frontier, self.runtime.folder / TRAIN_FILE)
@@ -257,7 +257,7 @@ class Evaluate:
         return td.set("row", NonTensorStack(*map(NonTensorData, rows)))
 
 
-def _spread(task: Task, rows: Sequence[dict[str, Any]], count: int | None) -> list[dict[str, Any]]:
+def _draw(task: Task, rows: Sequence[dict[str, Any]], count: int | None) -> list[dict[str, Any]]:
     """Return `count` of the rows, with the shares of the labels among all rows; None: all rows."""
     if count is None or count >= len(rows):
         return list(rows)
