@@ -119,7 +119,7 @@ bench: .venv/.ready-dev .venv-trl/.ready  ## an iteration against TRL and its ow
 gpu-check: .venv/.ready-dev  ## real runs on the GPUs, else at CPU size: pass or fail, and figures
 	$(BIN)/python -m benchmarks.gpu_check
 
-yardstick: .venv/.ready-dev .venv-trl/.ready  ## the same training by leash and by TRL, into docs/yardstick.md (half an hour)
+yardstick: .venv/.ready-dev .venv-trl/.ready  ## the same training by leash and by TRL, into docs/yardstick.md (two hours)
 	$(BIN)/python -m benchmarks.yardstick $(ARGS)
 
 test-peers: .venv-trl/.ready  ## rows of docs/coming_from_*.md against the code of TRL, verl and OpenRLHF

@@ -59,7 +59,7 @@ CASES = {
         "SmolLM2 on short facts",
         "experiment=grpo_smollm policy.autocast=null kl.coeff=0.02 optimizer.lr=2e-5"
         " trainer.num_iterations=12 trainer.prompts_per_iteration=8",
-        seeds=(1,), threads=2, samples=8, frontier=64, window=3, goal=0.7,
+        seeds=(1, 2, 3), threads=2, samples=8, frontier=64, window=3, goal=0.7,
     ),
 }  # fmt: skip
 

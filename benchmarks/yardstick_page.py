@@ -183,9 +183,19 @@ def charts(case: Case, runs: Sequence[Record]) -> list[str]:
 
 
 def about(runs: Sequence[Record]) -> str:
-    """Describe the versions and the machine of the runs."""
+    """Describe the versions and the machine of the runs.
+
+    >>> import torch
+    >>> from trainer.runs.versions import about_machine
+    >>> theirs = dict.fromkeys(("trl", "torch", "transformers", "accelerate"), "1.2")
+    >>> versions = about_machine(torch.device("cpu"), ranks=1), theirs
+    >>> text = about([{"library": n, "versions": v} for n, v in zip(LIBRARIES, versions)])
+    >>> text[:9], "TRL 1.2, torch 1.2, transformers 1.2, accelerate 1.2;" in text
+    ('leash 0.1', True)
+    """
     ours, theirs = (next(r for r in runs if r["library"] == n)["versions"] for n in LIBRARIES)
-    out = [f"leash {ours['leash']} at `{ours.get('commit', 'no commit')}`", f"TRL {theirs['trl']}"]
+    commit = ours.get("commit", "no commit")
+    out = [f"leash {ours['leash-rl']} at `{commit}`", f"TRL {theirs['trl']}"]
     out += [f"{name} {theirs[name]}" for name in ("torch", "transformers", "accelerate")]
     cores = f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, no GPU"
     return f"{', '.join(out)}; Python {platform.python_version()}; {cores}."
