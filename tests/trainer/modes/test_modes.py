@@ -229,6 +229,7 @@ def test_a_chat_answers_the_lines_of_stdin_by_the_weights_of_a_run(
 
 REFUSED = [
     (["mode=chat", "kl.coeff=1"], r"kl\.coeff"),
+    (["mode=evaluate", "eval.train_rows=7"], r"eval\.train_rows"),
     (["mode=export"], "output_dir"),
     (["mode=export", "output_dir=run"], "output_dir"),
     (["mode=frontier"], r"kl\.measure"),
