@@ -15,7 +15,7 @@ from trainer.runs.run_files import PLACES, PREFIX
 OF_TRAINER = ("num_iterations", "stop_at", "patience", "overlap", "profile")
 RESUMABLE = (*(f"trainer.{name}" for name in OF_TRAINER), "policy.engine", "observers")
 RESUMABLE += ("tracker", "launch", "checkpoint")
-# The rows stay: the evaluations before and after compare the same ones.
+# Evaluations before and after have the same rows, temperature and frontier.
 RESUMABLE += ("eval.every", "eval.num_samples", "eval.greedy", "eval.prompts_per_batch")
 
 CLASSES = {"float": (int, float), "int": int, "bool": bool, "str": str, "list": list, "dict": dict}

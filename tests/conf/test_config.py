@@ -208,6 +208,12 @@ def test_resume_changes_the_keys_that_it_may_and_keeps_the_rest(old_run):
     assert config == saved
 
 
+@pytest.mark.parametrize("word", ["eval.max_rows=4", "eval.temperature=0.5", "kl.coeff=1"])
+def test_resume_refuses_keys_that_earlier_iterations_had_otherwise(old_run, word):
+    with pytest.raises(ValueError, match=word.partition("=")[0]):
+        asked([f"resume={old_run}", word])
+
+
 def test_resume_last_takes_the_newest_run_and_a_mode_the_newest_with_weights(old_run):
     with pytest.raises(ValueError, match="resume=last"):
         expand(["resume=last"])
