@@ -20,14 +20,12 @@ SHARED_KEYS = (
     "seed",
     "policy.device",
 )
-RESPONSES = ("num_samples", "temperature", "greedy", "max_rows", "prompts_per_batch")
+OF_EVAL = ("num_samples", "temperature", "greedy", "max_rows", "prompts_per_batch")
+EVAL_KEYS = tuple(f"eval.{name}" for name in OF_EVAL)
 ENGINE = ("policy.device", "policy.engine", "output_dir", "launch")
 ALLOWED_OVERRIDES = {  # overrides allowed in addition to resume=, by mode
     "chat": ("policy.temperature", *SHARED_KEYS, "launch.threads"),
-    "evaluate": (
-        *(f"eval.{name}" for name in RESPONSES),
-        *(*SHARED_KEYS, "policy.max_prompt_tokens", *ENGINE[1:], "env"),
-    ),
+    "evaluate": (*EVAL_KEYS, *SHARED_KEYS, "policy.max_prompt_tokens", *ENGINE[1:], "env"),
     "export": ("output_dir", "hub", "policy.device"),
     "frontier": ("eval.num_samples", *ENGINE),
 }

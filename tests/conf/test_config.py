@@ -209,7 +209,7 @@ def test_resume_changes_the_keys_that_it_may_and_keeps_the_rest(old_run):
 
 
 @pytest.mark.parametrize("word", ["eval.max_rows=4", "eval.temperature=0.5", "kl.coeff=1"])
-def test_resume_refuses_keys_that_earlier_iterations_had_otherwise(old_run, word):
+def test_resume_refuses_other_eval_rows_temperatures_and_coefficients(old_run, word):
     with pytest.raises(ValueError, match=word.partition("=")[0]):
         asked([f"resume={old_run}", word])
 
