@@ -18,10 +18,10 @@ from tensordict import TensorDict
 
 from policies.chats.containers import ChatHistory
 from policies.chats.history import History
+from policies.engines.vllm_policy import make_vllm_generator
 from policies.load import load_policy
 from policies.models.find import EMBEDDED
 from policies.random import fold
-from policies.wrappers.vllm_wrapper import make_vllm_generator
 from trainer.weight_sync import weight_sync
 
 

@@ -12,7 +12,7 @@ import argparse
 import torch
 
 from benchmarks.measure import peak_bytes, seconds
-from policies.distributions.token_distribution import Head, TokenDistribution
+from policies.token_distribution import Head, TokenDistribution
 
 
 def main() -> None:

@@ -162,7 +162,7 @@ def _plan(config: Section) -> Plan:
         policy=policy_part(keys),
         engine=keys.give(engine) if engine else None,
         critic=keys.give({"_target_": "policies.Critic", **critic}) if critic else None,
-        env=Part({"_target_": "envs.ChatEnv", **sizes}),
+        env=Part({"_target_": "envs.chat_env.ChatEnv", **sizes}),
         tools=tools,
         call_tools=keys.give("envs.tools.CallTools", "env", objects=("tools",)) if tools else None,
         transforms=nodes_of(keys, config["env"]["transforms"]),

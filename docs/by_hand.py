@@ -3,10 +3,10 @@
 The tiny model is untrained, its responses are noise; digits are rewarded, so it learns digits.
 """
 
-from envs import ChatEnv
+from envs.chat_env import ChatEnv
 from envs.tasks import Response, Reward, Row, Task
-from envs.transforms import RetrieveKL
-from policies import TransformersWrapper, load_policy, load_reference
+from envs.transforms.kl import RetrieveKL
+from policies import TransformersPolicy, load_policy, load_reference
 from trainer import (
     ConstantKLController,
     GroupAdvantage,
@@ -30,13 +30,13 @@ class Digits(Task):
         return Reward(total=share, parts={"digits": share}, success=share == 1)
 
 
-def train(policy: TransformersWrapper, *, iterations: int) -> list[float]:
+def train(policy: TransformersPolicy, *, iterations: int) -> list[float]:
     """Train the policy in place; return the mean task reward of each iteration."""
     runtime, leash = Runtime("outputs/by_hand", seed=0), Leash(ConstantKLController(kl_coef=0.01))
     task = Digits()
     env, parts = ChatEnv(task, group_size=8), {"generator": policy, "runtime": runtime}
     source = Rollouts(task=task, env=env, prompts_per_iteration=8, **parts)
-    retrieve_kl = RetrieveKL(ref_model=load_reference(policy), add_to_reward=False)
+    retrieve_kl = RetrieveKL(load_reference(policy))
     advantage = GroupAdvantage(group_size=8, leash=leash)
     scorer, optimizer = runtime.accelerator.prepare(
         policy.scorer, make_optimizer(policy.model, lr=2e-3)

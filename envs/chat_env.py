@@ -1,127 +1,73 @@
 """A chat as an environment: the prompt is the observation, the response is the action.
 
 P prompts are repeated G times in a row into B = P*G chats. A task defines the rows, the rewards
-and the next messages; without a task the env only keeps the conversation, and transforms (rewards,
-tools, step limits) do the rest. `DatasetChatEnv` takes its prompts from a data set.
-Left out on purpose: data loading in a Ray actor, and primers (reset keys come from the rows).
+and the next messages.
+Left out on purpose: chats as texts or ids, chats without a task, prompts from a data set. The
+ChatEnv of envs/torchrl/ has these options of TorchRL's API.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from envs.chat_io import (
-    MODES,
-    POLICY_KEYS,
-    chat_specs,
-    full_ids,
-    make_renderer,
-    messages_of,
-    next_ids,
-    read_action,
-    write_action,
-    write_prompt,
-)
-from envs.data import is_file, load_table
-from envs.env import EnvBase, TransformedEnv
+from envs.env import Env
 from envs.rewards.compute import compute_rewards
 from envs.tasks.task import Response, Reward, Task
-from envs.transforms.tokenizer import IncrementalTokenizer
-from envs.transforms.transform import Compose
+from policies.chats.containers import ChatHistory
 from policies.chats.history import History
 from policies.random import fold
-from policies.specs import Composite, NonTensor, Unbounded
+
+POLICY_KEYS = ("history", "text", "tokens", "masks", "log_probs")  # written in every turn
+REWARD_KEYS = ("reward", "reward_errors", "success", "dropped")
+
+Chat = list[dict[str, Any]]
 
 
-class ChatEnv(EnvBase):
-    """A single- or multi-turn chat, with or without a task.
+class ChatEnv(Env):
+    """A single- or multi-turn chat with a task.
 
-    `reset` reads `row` [P] (dicts with "messages") or `data_key` [P] (texts, lists of messages or
-    histories). It writes `group_id`, `turn` [B] and the prompt: always `history.prompt`, in tokens
-    and text mode `tokens.prompt`, in text mode `text.prompt`. All turns keep the other input keys.
-    `step` reads the response from `history.full`, `text.full` or `tokens.full` [B] and
-    writes under "next": `reward` [B, 1], `reward_part.*`, `reward_errors`, `dropped`, `success`,
-    `terminated`, `truncated`, `done` [B, 1] and the next turn's prompt.
+    `reset` reads `row` [P] (dicts with "messages") and writes `group_id`, `turn` [B] and the prompt
+    `history.prompt`. All turns keep the other input keys. `step` reads the response from
+    `history.full` [B] and writes under "next": `reward` [B, 1], `reward_part.*`, `reward_errors`,
+    `dropped`, `success`, `terminated`, `truncated`, `done` [B, 1] and the next turn's prompt.
 
-    `batch_size`: each reset has (B,) chats, with None any number; an unbatched query is repeated.
-    `max_turns`: None is 1 with a task, and no limit without a task.
-    `template_kwargs`: chat_template or chat_template_name, for the text and tokens modes.
     `tools`: schemas that the template shows in chats of rows without "tools".
-    `with_tokenizer=True` returns the env with an `IncrementalTokenizer`.
 
-    >>> env = ChatEnv(batch_size=(1,), system_prompt="Be brief.")
-    >>> td = env.reset(TensorDict({"query": "Hello?"}, batch_size=(1,)))
+    >>> from envs.tasks.calculator import Calculator
+    >>> task = Calculator()
+    >>> row = NonTensorStack(NonTensorData(task.rows("train")[0]))
+    >>> td = ChatEnv(task, system_prompt="Be brief.").reset(TensorDict({"row": row}, [1]))
     >>> [m["role"] for m in td["history"].prompt.chats()[0]]
     ['system', 'user']
     """
 
-    def __new__(cls, *args: Any, with_tokenizer: bool = False, **kwargs: Any) -> Any:
-        """Return the env; if with_tokenizer, a TransformedEnv of it."""
-        if not with_tokenizer:
-            return super().__new__(cls)
-        return cls.with_tokenizer(kwargs.pop("tokenizer", None), *args, **kwargs)
+    system_role, user_role, policy_role = "system", "user", "assistant"
 
     def __init__(
         self,
-        task: Task | None = None,
+        task: Task,
         *,
         group_size: int = 1,
-        max_turns: int | None = None,
-        input_mode: str = "history",
-        batch_size: int | Sequence[int] | None = None,
+        max_turns: int | None = 1,
         system_prompt: str | None = None,
         tools: Sequence[dict[str, Any]] = (),
-        tokenizer: Any = None,
-        template_kwargs: dict[str, Any] | None = None,
-        system_role: str = "system",
-        user_role: str = "user",
-        policy_role: str = "assistant",
-        data_key: str | None = None,
-        device: torch.device | str | None = None,
-        with_tokenizer: bool = False,
     ) -> None:
         if min(group_size, 1 if max_turns is None else max_turns) < 1:
             raise ValueError(f"expected max_turns, group_size >= 1, got {max_turns}, {group_size}")
-        if input_mode not in MODES:
-            raise ValueError(f"expected input_mode in {list(MODES)}, got {input_mode!r}")
-        self.task, self.group_size, self.input_mode = task, group_size, input_mode
-        self.max_turns = 1 if max_turns is None and task is not None else max_turns
-        self.batch_size = _batch_size(batch_size, group_size)
-        self.system_prompt, self.data_key = system_prompt, data_key or "query"
-        self.tools = list(tools)
-        self.system_role, self.user_role, self.policy_role = system_role, user_role, policy_role
-        self.tokenizer, self.device = tokenizer, device
-        self.renderer = None
-        if tokenizer is not None or template_kwargs or input_mode != "history":
-            self.renderer = make_renderer(tokenizer, template_kwargs, input_mode)
-        self._parts: list[str] | None = None  # names of the reward parts, once known
-        self._carried: list[str] = []  # entries of the last reset, copied from turn to turn
+        self.task, self.group_size, self.max_turns = task, group_size, max_turns
+        self.system_prompt, self.tools = system_prompt, list(tools)
+        self._parts: list[str] | None = None  # of the reward, known after the first response
 
-    @classmethod
-    def with_tokenizer(cls, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the env with an `IncrementalTokenizer`, which keeps tokens.prompt up to date."""
-        template = (kwargs.get("template_kwargs") or {}).get("chat_template")
-        env = cls(*args, tokenizer=tokenizer, **kwargs)
-        return env.append_transform(IncrementalTokenizer(tokenizer, chat_template=template))
-
-    @classmethod
-    def from_dataloader(cls, dataloader: Any, **kwargs: Any) -> Any:
-        """Return `DatasetChatEnv.from_dataloader` with these arguments."""
-        return DatasetChatEnv.from_dataloader(dataloader, **kwargs)
-
-    def with_group_size(self, group_size: int) -> ChatEnv:
-        """Return a copy with `group_size` samples per prompt and any batch size."""
+    def with_group_size(self, group_size: int) -> Any:
+        """Return a copy with `group_size` samples per prompt."""
         env = copy(self)
-        env.group_size, env.batch_size = group_size, _batch_size(None, group_size)
+        env.group_size = group_size
         return env
 
     def messages(self, row: dict) -> list[dict]:
@@ -136,27 +82,21 @@ class ChatEnv(EnvBase):
             messages[0] = {**messages[0], "tools": tools}
         return messages
 
-    def rand_action(self, td: TensorDictBase) -> TensorDictBase:
-        """Write the response "a string" to every chat."""
-        return write_action(td, self.input_mode, self.renderer, self.policy_role)
-
-    def _specs(self) -> dict[str, Any]:
-        if self.task is not None and self._parts is None:
-            self._parts = self.task.part_names()
-        source = "row" if self.task is not None else self.data_key
-        return chat_specs(self.batch_size, self.input_mode, source, self._parts or [])
+    @property
+    def reward_keys(self) -> list[Any]:
+        """Return the keys of a step's rewards."""
+        return [*REWARD_KEYS, *(("reward_part", name) for name in self._parts or [])]
 
     def _reset(self, tensordict: TensorDictBase | None) -> TensorDictBase:
         if tensordict is None:
             raise RuntimeError("reset expected a td with the rows to start from, got None")
-        tensordict = self._with_batch_size(tensordict)
         rows = self._rows(tensordict)
         num_prompts, num_samples = len(rows), self.group_size
         owner = torch.arange(num_prompts).repeat_interleave(num_samples)  # [B] index of the row
         td = tensordict.exclude("next", *POLICY_KEYS)[owner]
         td.set("group_id", tensordict.get("group_id", torch.arange(num_prompts))[owner])
         if "stream" in tensordict:
-            sample = torch.arange(num_samples).repeat(num_prompts)
+            sample = torch.arange(num_samples).repeat(num_prompts)  # [B]
             td.set("stream", fold(tensordict.get("stream")[owner], sample))
         if self.task is not None:
             td.set("row", NonTensorStack(*[NonTensorData(rows[i]) for i in owner.tolist()]))
@@ -171,71 +111,55 @@ class ChatEnv(EnvBase):
                 )
         chats = History.from_chats(prompts).unbind(0)
         prompt = lazy_stack([chats[i] for i in owner.tolist()])  # samples share their prompt
-        return self._to_device(write_prompt(td, self.input_mode, self.renderer, prompt))
-
-    def _with_batch_size(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return the data as P rows; repeat unbatched data, check the size of batched data."""
-        prompts = self.batch_size[0] // self.group_size if self.batch_size[0] > 0 else None
-        if tensordict.ndim == 0 and prompts is not None:
-            return tensordict.expand(prompts)
-        if tensordict.ndim != 1:
-            raise ValueError(f"reset expected one batch dimension, got {tensordict.batch_size}")
-        if prompts not in (None, tensordict.batch_size[0]):
-            got = tensordict.batch_size[0]
-            raise ValueError(f"reset expected {prompts} rows (batch_size / group_size), got {got}")
-        return tensordict
+        return self._with_prompt(td, prompt)
 
     def _rows(self, tensordict: TensorDictBase) -> list[dict]:
-        if "row" in tensordict:
-            return tensordict.get("row").tolist()
-        values = tensordict.get(self.data_key, None)
-        if values is None:
-            raise RuntimeError(
-                f"reset expected 'row' or {self.data_key!r}, got {sorted(tensordict.keys())}"
-            )
-        return [{"messages": chat} for chat in messages_of(values, self.user_role)]
+        return tensordict.get("row").tolist()
+
+    def _with_prompt(self, td: TensorDictBase, prompt: History, *_: Any) -> TensorDictBase:
+        """Return td with the prompts of its next turn."""
+        return td.set("history", ChatHistory(prompt=prompt, batch_size=td.batch_size))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Reward the last response of each chat and add the task's next messages."""
-        views = (self.input_mode, self.renderer, self.policy_role)
-        full, chats, parsed = read_action(tensordict, *views)
-        size = len(parsed)
-        if self.task is not None and "row" not in tensordict:
-            raise ValueError("step expected 'row', a key that reset writes, found none")
-        rows = tensordict.get("row").tolist() if self.task is not None else [{}] * size
-        turn = tensordict.get("turn", torch.zeros(size, dtype=torch.int64)).cpu() + 1  # [B]
-        responses = [
-            Response(text=text, complete=complete, messages=chat)
-            for (text, complete), chat in zip(parsed, chats, strict=True)
-        ]
+        full, responses = self._responses(tensordict)
+        rows = self._rows_of_step(tensordict)
+        turn = tensordict.get("turn", torch.zeros(len(rows), dtype=torch.int64)).cpu() + 1  # [B]
         rewards = self._rewards(rows, responses)
-        new: list[list[dict]] = [[]] * size  # messages of the task
-        if self.task is not None:
-            new = [self.task.respond(*pair) for pair in zip(rows, responses, strict=True)]
-        ended = torch.tensor([self.task is not None and not messages for messages in new])
-        cut = torch.tensor([not r.complete for r in responses])  # by the token limit
-        at_limit = (turn >= (self.max_turns or torch.inf)) & ~ended
+        new = self._new_messages(rows, responses)
+        ended = torch.tensor([messages is not None and not messages for messages in new])  # [B]
+        cut = torch.tensor([not r.complete for r in responses])  # [B] by the token limit
+        at_limit = (turn >= (self.max_turns or torch.inf)) & ~ended  # [B]
         following = tensordict.select(*self._carried, strict=False).update(self._outcome(rewards))
         following.set("terminated", (ended & ~cut).unsqueeze(-1))
         following.set("truncated", ((ended & cut) | at_limit).unsqueeze(-1))
         following.set("done", (ended | at_limit).unsqueeze(-1))
         following.set("turn", turn)
-        after = [[*chat, *messages] for chat, messages in zip(chats, new, strict=True)]
+        chats = [response.messages for response in responses]
+        after = [[*chat, *(messages or [])] for chat, messages in zip(chats, new, strict=True)]
         history = History.from_chats(after) if any(new) else full
-        ids = None
-        if self.input_mode == "tokens":
-            triples = zip(full_ids(tensordict), chats, after, strict=True)
-            ids = [next_ids(self.renderer, *triple) for triple in triples]
-        following = write_prompt(following, self.input_mode, self.renderer, history, ids)
-        return self._to_device(following)
+        return self._with_prompt(following, history, tensordict, chats, after)
 
-    def _to_device(self, td: TensorDictBase) -> TensorDictBase:
-        return td if self.device is None else td.to(self.device)
+    def _responses(self, tensordict: TensorDictBase) -> tuple[History, list[Response]]:
+        """Return the chats with their responses, and each response."""
+        full = read_history(tensordict, ("history", "full"))
+        responses = [
+            Response(text=chat[-1]["content"], complete=bool(flags[-1]), messages=chat)
+            for chat, flags in zip(full.chats(), full.get("is_complete"), strict=True)
+        ]
+        return full, responses
+
+    def _rows_of_step(self, tensordict: TensorDictBase) -> list[dict]:
+        if "row" not in tensordict:
+            raise ValueError("step expected 'row', a key that reset writes, found none")
+        return tensordict.get("row").tolist()
 
     def _rewards(self, rows: list[dict], responses: list[Response]) -> Sequence[Reward]:
-        if self.task is None:
-            return [Reward(total=0.0, parts={}, success=False)] * len(rows)
         return compute_rewards(self.task, rows, responses)
+
+    def _new_messages(self, rows: list[dict], responses: list[Response]) -> Sequence[list | None]:
+        """Return the task's next messages to each response: [] ends the chat, None does not."""
+        return [self.task.respond(*pair) for pair in zip(rows, responses, strict=True)]
 
     def _outcome(self, rewards: Sequence[Reward]) -> TensorDict:
         """Return reward, its parts, errors and success of one turn, each [B, 1]."""
@@ -257,230 +181,25 @@ class ChatEnv(EnvBase):
         return out
 
 
-class DatasetChatEnv(TransformedEnv):
-    """A `ChatEnv` with prompts from a data set, epoch after epoch without end.
-
-    `dataset`: a .jsonl, .json, .csv or .parquet file, a folder or a hub id; `name`: hub subset.
-    `split`: default "train", ignored for a file. `shuffle`: a new order in each epoch, which
-    depends only on `seed`. `collate_fn` turns lists of `batch_size_dl` rows (dicts) into rows, a
-    dict of columns or a TensorDict; the default renames the column "text" to "query". `data_key`:
-    column of prompts: texts, lists of messages or histories. The td keeps the other columns.
-
-    A reset returns `num_envs` chats, each prompt `repeats` times in a row, so `num_envs` must be a
-    multiple of `repeats`. With `group_repeats` a reset returns num_envs * repeats chats.
-    `group_id` counts prompts.
-    """
-
-    SYSTEM_PROMPT: str | None = None
-    RENAMED = ("text", "query")  # the key "text" of the td holds a `Text`
-
-    def __init__(
-        self,
-        *,
-        dataset: str,
-        shuffle: bool = True,
-        name: str | None = None,
-        split: str | None = None,
-        num_envs: int = 1,
-        repeats: int | None = None,
-        batch_size_dl: int = 1,
-        seed: int | None = None,
-        group_repeats: bool = False,
-        tokenizer: Any = None,
-        device: torch.device | str | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-        apply_template: bool | None = False,
-        collate_fn: Callable[[list[dict]], Any] | None = None,
-        input_mode: str = "history",
-        data_key: str | None = None,
-        primers: Any = None,
-        system_prompt: str | None = None,
-        ray_backend: bool = False,
-        dataloader_actor_name: str | None = None,
-    ) -> None:
-        if apply_template:
-            raise ValueError("remove apply_template and set input_mode='text'")
-        if ray_backend or dataloader_actor_name:
-            raise ValueError("remove ray_backend and dataloader_actor_name: no actor reads rows")
-        local = is_file(dataset) or Path(dataset).is_dir()
-        rows = load_table(
-            dataset if local or not name else f"{dataset}:{name}", split=split or "train"
-        )
-        self._seed = int(torch.randint(2**31, ())) if seed is None else seed
-        self._generator = torch.Generator()
-        loader = DataLoader(
-            rows.rows,  # pyright: ignore[reportArgumentType]
-            batch_size=batch_size_dl,
-            shuffle=shuffle,
-            collate_fn=collate_fn or self._collate,
-            generator=self._generator,
-        )
-        self._mount(
-            loader,
-            num_envs,
-            repeats=repeats,
-            group_repeats=group_repeats,
-            primers=primers,
-            system_prompt=system_prompt,
-            tokenizer=tokenizer,
-            device=device,
-            template_kwargs=template_kwargs,
-            input_mode=input_mode,
-            data_key=data_key,
-        )
-
-    @classmethod
-    def from_dataloader(
-        cls,
-        dataloader: Iterable[Any],
-        *,
-        batch_size: int | Sequence[int] | None = None,
-        **options: Any,
-    ) -> DatasetChatEnv:
-        """Return an env with the rows of any iterable; `batch_size` is num_envs, default 1.
-
-        `options`: repeats, group_repeats, system_prompt, tokenizer, template_kwargs, input_mode,
-        data_key and device, as in the constructor.
-        """
-        self = cls.__new__(cls)
-        self._generator = None
-        (size,) = _batch_size(batch_size or 1, 1)
-        self._mount(dataloader, size, **options)
-        return self
-
-    def _mount(
-        self,
-        loader: Iterable[Any],
-        num_envs: int,
-        *,
-        repeats: int | None = None,
-        group_repeats: bool = False,
-        primers: Any = None,
-        system_prompt: str | None = None,
-        **chat: Any,
-    ) -> None:
-        if primers is not None:
-            raise ValueError("remove primers: the rows define the keys of a reset")
-        repeats = max(1, repeats or 1)
-        size = num_envs * repeats if group_repeats else num_envs
-        if size % repeats:
-            raise ValueError(
-                f"expected num_envs to be a multiple of {repeats=}, because all samples of a "
-                f"prompt come from one reset, got {num_envs}; or set group_repeats=True"
-            )
-        prompt = self.SYSTEM_PROMPT if system_prompt is None else system_prompt
-        env = ChatEnv(group_size=repeats, batch_size=(size,), system_prompt=prompt, **chat)
-        super().__init__(env, Compose())
-        self._loader, self._num_prompts, self._num_read = loader, size // repeats, 0
-        self.reset_dataloader()
-
-    def reset_dataloader(self) -> DatasetChatEnv:
-        """Restart at the first row; return the environment."""
-        if self._generator is not None:
-            self._generator.manual_seed(self._seed)
-        self._rows = endless(self._loader)
-        return self
-
-    @property
-    def output_spec(self) -> Composite:
-        """Return the specs of outputs; the columns of the data are observations."""
-        spec = super().output_spec
-        observed, row = spec["full_observation_spec"], self._peek()
-        for name, value in row.items():
-            if isinstance(value, Tensor):
-                observed[name] = Unbounded((*observed.shape, *value.shape), dtype=value.dtype)
-            else:
-                observed[name] = NonTensor(observed.shape, example_data=value)
-        return spec
-
-    @property
-    def input_spec(self) -> Composite:
-        """Return the specs of inputs: only the action, because a reset needs no input."""
-        spec = super().input_spec
-        spec["full_state_spec"] = Composite(shape=spec["full_state_spec"].shape)
-        return spec
-
-    def _peek(self) -> dict[str, Any]:
-        """Return the next row without consuming it."""
-        row = next(self._rows)
-        self._rows = chain([row], self._rows)
-        return row
-
-    def _reset(self, td: TensorDictBase | None) -> TensorDictBase:
-        if td is None or (self.base_env.data_key not in td and "row" not in td):
-            td = self._next_prompts()
-        return super()._reset(td)
-
-    def _next_prompts(self) -> TensorDict:
-        """Return the next prompts [P] with their other columns."""
-        rows = [next(self._rows) for _ in range(self._num_prompts)]
-        td = TensorDict(batch_size=[len(rows)])
-        for name in rows[0]:
-            td.set(name, _stacked([row[name] for row in rows]))
-        td.set("group_id", torch.arange(self._num_read, self._num_read + len(rows)))
-        self._num_read += len(rows)
-        return td
-
-    def _collate(self, rows: list[dict]) -> list[dict]:
-        old, new = self.RENAMED
-        return [{new if name == old else name: v for name, v in row.items()} for row in rows]
-
-
-def _stacked(values: list[Any]) -> Any:
-    if all(isinstance(value, Tensor) for value in values):
-        return torch.stack(values)
-    return NonTensorStack(*[NonTensorData(value) for value in values])
-
-
 def _column(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32).unsqueeze(-1)
 
 
-def _batch_size(batch_size: int | Sequence[int] | None, group_size: int) -> torch.Size:
-    """Return the batch size, [-1] if None; ValueError unless it is (multiple of group_size,)."""
-    if batch_size is None:
-        return torch.Size([-1])
-    size = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
-    if len(size) != 1 or size[0] < 1 or size[0] % group_size:
-        raise ValueError(
-            f"expected batch_size=(B,) with B a multiple of group_size={group_size}, got "
-            f"{tuple(size)}"
-        )
-    return size
+def read_history(td: TensorDictBase, key: tuple[str, ...]) -> History:
+    """Return the history at a key (container, field); the container may be a bare History."""
+    owner = td.get(key[:-1], None)
+    history = owner if isinstance(owner, History) else td.get(key, None)
+    if history is None:
+        raise ValueError(f"step expected {'.'.join(key)}, found none; let a policy write it")
+    return history
 
 
-def endless(loader: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a loader, epoch after epoch."""
-    while True:
-        count = 0
-        for item in loader:
-            for row in _rows(item):
-                count += 1
-                yield row
-        if not count:
-            raise ValueError(
-                "expected a dataloader that can be read again in each epoch, got no rows; pass a "
-                "list or a DataLoader, because a generator is empty after one epoch"
-            )
-
-
-def _rows(item: Any) -> list[dict[str, Any]]:
-    """Return the rows of a dataloader's item: a TensorDict, a dict, or a list of dicts."""
-    if isinstance(item, TensorDictBase):
-        parts = [item] if item.ndim == 0 else item.unbind(0)
-        return [{name: part[name] for name in part.keys()} for part in parts]  # noqa: SIM118
-    if isinstance(item, Mapping):
-        if not all(map(_is_column, item.values())):
-            return [dict(item)]
-        columns = zip(*item.values(), strict=True)
-        return [dict(zip(item, values, strict=True)) for values in columns]
-    if isinstance(item, list) and all(isinstance(row, Mapping) for row in item):
-        return [dict(row) for row in item]
-    raise TypeError(
-        "expected rows as a TensorDict, a dict of columns or a list of dicts, got "
-        f"{type(item).__name__}; pass a collate_fn that returns such rows"
-    )
-
-
-def _is_column(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.ndim > 0)
+def change_chats(td: TensorDictBase, changes: dict[int, Callable[[Chat], Chat]]) -> None:
+    """Change the next prompt of some rows and drop the ids of the old prompts."""
+    if not changes:
+        return
+    chats = list(td.get(("history", "prompt")).unbind(0))
+    for row, change in changes.items():
+        chats[row] = History.from_chats(change(chats[row].messages()))
+    td.set(("history", "prompt"), lazy_stack(chats))
+    td.exclude("tokens", inplace=True)

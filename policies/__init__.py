@@ -19,12 +19,8 @@ if TYPE_CHECKING:
     from policies.chats.history import History as History
     from policies.chats.renderer import Renderer as Renderer
     from policies.chats.templates import add_chat_template as add_chat_template
-    from policies.distributions.masked import MaskedCategorical as MaskedCategorical
-    from policies.distributions.masked import MaskedOneHotCategorical as MaskedOneHotCategorical
-    from policies.distributions.masked import OneHotCategorical as OneHotCategorical
-    from policies.distributions.masked import ReparamGradientStrategy as ReparamGradientStrategy
-    from policies.distributions.sequences import LLMMaskedCategorical as LLMMaskedCategorical
-    from policies.distributions.sequences import LogProbDistribution as LogProbDistribution
+    from policies.engines.vllm_policy import VLLMPolicy as VLLMPolicy
+    from policies.engines.vllm_policy import make_vllm_generator as make_vllm_generator
     from policies.load import load_policy as load_policy
     from policies.load import load_reference as load_reference
     from policies.models.reward_model import GPT2RewardModel as GPT2RewardModel
@@ -33,9 +29,15 @@ if TYPE_CHECKING:
     from policies.scorer import Scorer as Scorer
     from policies.scorer import Scores as Scores
     from policies.scorer import ValueNetwork as ValueNetwork
-    from policies.wrappers.transformers_wrapper import TransformersWrapper as TransformersWrapper
-    from policies.wrappers.vllm_wrapper import make_vllm_generator as make_vllm_generator
-    from policies.wrappers.vllm_wrapper import vLLMWrapper as vLLMWrapper
-    from policies.wrappers.wrapper import LLMWrapperBase as LLMWrapperBase
+    from policies.torchrl.masked import MaskedCategorical as MaskedCategorical
+    from policies.torchrl.masked import MaskedOneHotCategorical as MaskedOneHotCategorical
+    from policies.torchrl.masked import OneHotCategorical as OneHotCategorical
+    from policies.torchrl.masked import ReparamGradientStrategy as ReparamGradientStrategy
+    from policies.torchrl.sequences import LLMMaskedCategorical as LLMMaskedCategorical
+    from policies.torchrl.sequences import LogProbDistribution as LogProbDistribution
+    from policies.torchrl.transformers_wrapper import TransformersWrapper as TransformersWrapper
+    from policies.torchrl.vllm_wrapper import vLLMWrapper as vLLMWrapper
+    from policies.torchrl.wrapper import LLMWrapperBase as LLMWrapperBase
+    from policies.transformers_policy import TransformersPolicy as TransformersPolicy
 
 __getattr__, __dir__, __all__ = lazy(__name__, __file__)

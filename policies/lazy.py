@@ -21,7 +21,7 @@ def lazy(
     >>> import envs
     >>> getattr, names, _ = lazy("envs", envs.__file__)
     >>> getattr("ChatEnv").__module__, "ChatEnv" in names()
-    ('envs.chat_env', True)
+    ('envs.torchrl.chat_env', True)
     """
     blocks = [node for node in ast.parse(Path(file).read_bytes()).body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
+from policies.chats.renderer import Renderer
 from policies.chats.templates import find_template, require_template, with_variables
 from policies.decoding import Decoding
+from policies.limits import Limits
 from policies.models import lora as adapters
 from policies.models.find import ModelFiles, find_model, has_adapter, load_model, load_tokenizer
+from policies.sampler import Filters
 from policies.scorer import LOCAL, Scorer
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.transformers_policy import TransformersPolicy
 
 
 def load_policy(
@@ -38,7 +41,7 @@ def load_policy(
     stop: list[str] | None = None,
     lora: Mapping[str, Any] | None = None,
     gradient_checkpointing: bool = False,
-) -> TransformersWrapper:
+) -> TransformersPolicy:
     """Return the generating policy on `model`: a folder, an embedded model or a hub id.
 
     dtype is that of the weights; autocast that of the matrix products (see `resolve_autocast`).
@@ -65,23 +68,16 @@ def load_policy(
         compute_again(network)
     autocast = resolve_autocast(autocast, network.device)
     scorer = Scorer(network, autocast=getattr(torch, autocast) if autocast else None)
-    sampling = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "max_new_tokens": max_new_tokens,
-        "max_prompt_tokens": max_prompt_tokens,
-        "max_rows": max_rows,
-        "stop": list(stop or []),
-    }
-    policy = TransformersWrapper(
-        scorer,
-        tokenizer=tokenizer,
-        generate_kwargs=sampling,
-        chat_template=chat_template,
-        pad_output=True,
+    limits = Limits(
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        max_rows=max_rows,
+        stop=tuple(stop or ()),
+        filters=Filters(top_k=top_k, top_p=top_p, min_p=min_p),
     )
+    renderer = Renderer(tokenizer, chat_template)
+    policy: Any = TransformersPolicy(scorer, tokenizer=tokenizer, renderer=renderer, limits=limits)
     if chat_template is not None:  # the saved model speaks the template it was trained with
         policy.tokenizer.chat_template = policy.renderer.template
     policy.files, policy.source = files, source
@@ -113,13 +109,13 @@ def resolve_autocast(name: str | None, device: torch.device) -> str | None:
 
 
 def load_reference(
-    policy: TransformersWrapper,
+    policy: TransformersPolicy,
     name: str | None = None,
     *,
     moves: bool = False,
     micro_batch_tokens: int | None = None,
     temperature_factor: float = 1.0,
-) -> TransformersWrapper:
+) -> TransformersPolicy:
     """Return a frozen scoring wrapper: a copy of the policy as it is now, or the model `name`.
 
     It scores the tokens of `masks.all_response_mask` only; the rest of its log-probs is 0.
@@ -227,7 +223,7 @@ def _supported(name: str, verb: str) -> Iterator[None]:
         raise ValueError(text) from error
 
 
-def _load_scorer(files: ModelFiles, policy: TransformersWrapper) -> Scorer:
+def _load_scorer(files: ModelFiles, policy: TransformersPolicy) -> Scorer:
     """Return a frozen scorer on a model of the policy's vocabulary, dtype and device."""
     like = next(policy.model.parameters())
     dtype, classes = str(like.dtype).split(".")[-1], getattr(policy, "classes", {})
@@ -252,7 +248,7 @@ def cast_layers(scorer: Scorer) -> None:
             layer.to(scorer.autocast or layer.weight.dtype)
 
 
-def _check_vocabulary(files: ModelFiles, rows: int, policy: TransformersWrapper) -> None:
+def _check_vocabulary(files: ModelFiles, rows: int, policy: TransformersPolicy) -> None:
     """Refuse a model in which an id is another token than in the policy, or has no embedding."""
     mine, theirs = policy.tokenizer.get_vocab(), load_tokenizer(files).get_vocab()
     named = {i: token for token, i in theirs.items()}

@@ -10,26 +10,23 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from policies.limits import Limits
 from policies.models.find import ModelFiles
 from policies.scorer import Scorer
-from policies.wrappers.generate_kwargs import GenerateKwargs
 
 
 class Generator(Protocol):
     """Sample responses: a call writes tokens, masks, log-probs and histories into a TensorDict.
 
-    `version` counts weight syncs, `get_new_version` returns the same weights with other settings
-    of LLMWrapperBase.
+    `version` counts weight syncs, `get_new_version` returns the same weights with other settings,
+    `at_temperature` with another temperature, `for_rollouts` with those of `trainer.collect`.
     """
 
     version: int
     temperature: float
     max_new_tokens: int
-    generate_kwargs: dict[str, Any]
-    limits: GenerateKwargs
+    limits: Limits
     generate: bool
-    input_mode: str
-    num_samples: int | None
     tokenizer: Any
     renderer: Any
     stop_ids: frozenset[int]
@@ -40,6 +37,10 @@ class Generator(Protocol):
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase: ...
 
     def get_new_version(self, **changes: Any) -> "Generator": ...
+
+    def at_temperature(self, temperature: float) -> "Generator": ...
+
+    def for_rollouts(self) -> "Generator": ...
 
 
 class EngineGenerator(Generator, Protocol):

@@ -4,7 +4,7 @@ The log-prob of a token comes from the very logits it was sampled from, at the s
 and after the filters (see Filters).
 Draws are by inverse CDF on counter-based uniforms, so a row's response does not depend on the
 batch. A prompt that several adjacent rows share is run once; rows that have ended leave the batch.
-Left out on purpose: beams, and what only transformers' processors do (wrappers/generate_kwargs.py).
+Left out on purpose: beams, and what only transformers' processors do (torchrl/generate_kwargs.py).
 """
 
 from collections.abc import Callable, Collection, Sequence

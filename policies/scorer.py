@@ -18,9 +18,9 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from policies import layout as layouts
-from policies.distributions.token_distribution import Head, Scores, TokenDistribution, placed
 from policies.models.fast.attention import NAME as ATTENTION
 from policies.padding import predicted
+from policies.token_distribution import Head, Scores, TokenDistribution, placed
 
 
 class Placement:

@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from envs.env import EnvBase
+from envs.env import Env
 from policies.chats.containers import LogProbs, Masks, Tokens
 from policies.padding import compact, pad, pad_mask, positions, widen
 from policies.protocols import Generator
@@ -150,16 +150,16 @@ class Trajectories:
 
 
 def collect(
-    prompts: TensorDictBase, env: EnvBase, policy: Generator, *, learn: bool = True
+    prompts: TensorDictBase, env: Env, policy: Generator, *, learn: bool = True
 ) -> TensorDict:
     """Return the trajectories of all samples of `prompts` [P] as one batch [B, T].
 
     Keys: trainer/batch.py. `policy_version` is the version that sampled a row's first turn. With
     `learn`, a policy with top_p or similar is a ValueError: training cannot score its samples.
     """
-    policy = as_generator(
-        policy, learn=learn, pad_output=True, return_log_probs=True, text_key=None
-    )
+    if learn:
+        check_scored(policy)
+    policy = policy.for_rollouts()
     td = env.reset(prompts)
     group_id, keys = td.get("group_id"), list(td.keys())
     data = td.get("row").tolist() if "row" in keys else [{}] * len(group_id)
@@ -186,28 +186,13 @@ def collect(
         td = policy(td)
 
 
-def as_generator(
-    policy: Any, *, input_mode: str = "history", learn: bool = True, **options: Any
-) -> Any:
-    """Return the policy with these output options and inplace=True, as a new version if needed.
-
-    ValueError unless the policy generates one response per prompt in this mode and, with `learn`,
-    samples from the full distribution.
-    """
-    options["inplace"] = True
-    if policy.num_samples is not None or policy.input_mode != input_mode or not policy.generate:
-        raise ValueError(
-            f"collect expects a policy with generate=True, {input_mode=} and num_samples=None, got "
-            f"{policy.generate}, {policy.input_mode!r}, {policy.num_samples}"
-        )
-    if learn and (narrowing := policy.limits.unscored()):
+def check_scored(policy: Generator) -> None:
+    """Raise ValueError unless the policy samples from the distribution that its scores are of."""
+    if narrowing := policy.limits.unscored():
         raise ValueError(
             f"training expects samples of the full distribution, got {narrowing}; remove these "
             "keys (docs/kl.md#top-k-top-p-and-min-p)"
         )
-    if all(getattr(policy, name) == value for name, value in options.items()):
-        return policy
-    return policy.get_new_version(**options)
 
 
 def next_state(td: TensorDictBase, state: list[str]) -> TensorDictBase:

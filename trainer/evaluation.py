@@ -80,8 +80,7 @@ class Evaluate:
 
     def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
         """Return the name, an env of `samples` responses per row, a generator at `temperature`."""
-        kwargs = {**self.generator.generate_kwargs, "temperature": temperature}
-        generator = self.generator.get_new_version(generate_kwargs=kwargs)
+        generator = self.generator.at_temperature(temperature)
         return name, self.env.with_group_size(samples), generator
 
     def set_rows(self, rows: Sequence[dict[str, Any]]) -> None:

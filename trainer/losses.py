@@ -2,7 +2,7 @@
 
 A loss is sum(weight * term); `token_weights` has what it is divided by. curr, gen, ref are
 log-probs [B, T] of the trained policy, the generating policy and the frozen reference; KL values
-are in nats. The exact KL is in policies/distributions/token_distribution.py, next to the logits; KL
+are in nats. The exact KL is in policies/token_distribution.py, next to the logits; KL
 estimators are in trainer/kl/estimators.py, policy terms in surrogates.py.
 Left out on purpose: logging, masks on the terms (a weight of 0 is the mask).
 """

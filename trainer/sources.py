@@ -15,11 +15,11 @@ from torch import Tensor
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Task
-from policies.distributions.token_distribution import named_mask
 from policies.padding import widen
 from policies.protocols import Generator
 from policies.random import fold
 from policies.scorer import placement_of
+from policies.token_distribution import named_mask
 from trainer.batch import BatchFunction
 from trainer.collect import collect
 from trainer.metrics import idle_groups

@@ -21,7 +21,6 @@ from envs.tools.functions import TypedTool
 from envs.tools.reading import Call, CallReader
 from envs.tools.results import ToolTransformBase, as_text, in_thread
 from policies.chats.renderer import Renderer
-from policies.specs import Composite, Unbounded
 
 AT_ONCE = 32  # calls of an async function
 METRICS = ("tools/calls", "tools/failures", "tools/seconds")  # docs/metrics.md
@@ -65,8 +64,10 @@ class CallTools(ToolTransformBase):
             next_td.set(("logged", name), value)
         return next_td
 
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Add the numbers of a turn, each [B]."""
+    def transform_observation_spec(self, observation_spec: Any) -> Any:
+        """Add the numbers of a turn, each [B], to TorchRL's specs."""
+        from policies.torchrl.specs import Composite, Unbounded  # no run needs a spec
+
         shape = observation_spec.shape
         observation_spec["logged"] = Composite(
             dict.fromkeys(METRICS, Unbounded(shape)), shape=shape

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from envs.chat_io import change_chats, read_history
+from envs.chat_env import change_chats, read_history
 from envs.transforms.transform import Transform
 
 LONGEST = 4000  # characters of a result that the policy sees
@@ -42,7 +42,7 @@ class ToolTransformBase(Transform):
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         base = None if self.container is None else self.container.base_env
-        if getattr(base, "input_mode", None) != "history":
+        if getattr(base, "input_mode", "history") != "history" or base is None:
             name = type(self).__name__
             raise RuntimeError(f"{name} must be used with a ChatEnv in history mode, got {base!r}")
         chats = self.chats = read_history(tensordict, ("history", "full")).chats()
@@ -55,7 +55,7 @@ class ToolTransformBase(Transform):
         goes_on = torch.zeros(len(chats), dtype=torch.bool)  # [B]
         goes_on[list(called)] = True
         if "done" in next_td:
-            _clear(next_td, self.parent.full_reward_spec.keys(True, True), goes_on)
+            _clear(next_td, self.parent.reward_keys, goes_on)
             _clear(next_td, ["done", "terminated"], goes_on)
         return next_td
 

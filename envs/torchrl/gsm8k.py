@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from envs.chat_env import DatasetChatEnv
+from envs.torchrl.chat_env import DatasetChatEnv
 from envs.torchrl.reward_parsers import GSM8KRewardParser
 from envs.torchrl.step_counter import StepCounter
 

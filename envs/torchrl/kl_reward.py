@@ -15,9 +15,10 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from envs.transforms.kl import KLComputation
-from envs.transforms.log_probs import RetrieveLogProb, add_per_token, one_of
-from envs.transforms.ragged import (
+from envs.torchrl.hooks import Shareable, SpecHooks
+from envs.torchrl.kl import KLComputation
+from envs.torchrl.log_probs import RetrieveLogProb, add_per_token, one_of
+from envs.torchrl.ragged import (
     ASSISTANT,
     ATTENTION,
     Rows,
@@ -27,11 +28,10 @@ from envs.transforms.ragged import (
     map_rows,
     set_values,
 )
-from envs.transforms.transform import Shareable, Transform
-from policies.specs import Composite
+from policies.torchrl.specs import Composite
 
 if TYPE_CHECKING:
-    from policies.wrappers.wrapper import LLMWrapperBase
+    from policies.torchrl.wrapper import LLMWrapperBase
 
 PROMPT = ("tokens", "prompt")
 REF = ("ref_log_probs", "full")  # in the working copy of the td
@@ -43,7 +43,7 @@ class _TokenScorer(RetrieveLogProb):
     modes = ("tokens",)
 
 
-class KLRewardTransform(Shareable, Transform):
+class KLRewardTransform(Shareable, SpecHooks):
     """Charge coef * (generation log-prob - reference log-prob) of each token to the reward.
 
     Deprecated: use `RetrieveKL`, or `RetrieveLogProb` and `KLComputation`.

@@ -7,11 +7,11 @@ import uuid
 import torch
 from tensordict import NonTensorData, TensorDictBase
 
-from envs.transforms.transform import Transform
-from policies.specs import Composite, NonTensor, Unbounded
+from envs.torchrl.hooks import SpecHooks
+from policies.torchrl.specs import Composite, NonTensor, Unbounded
 
 
-class PolicyVersion(Transform):
+class PolicyVersion(SpecHooks):
     """Write `policy_version` [B] at reset and step: int64 counts, or texts for "uuid".
 
     `increment_version()` starts the next version; `version` is assignable.

@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from tensordict import TensorDictBase
 
+from envs.torchrl.hooks import PassesSpecs
+from envs.torchrl.kl import RetrieveKL
 from envs.torchrl.kl_reward import KLRewardTransform
-from envs.transforms.kl import RetrieveKL
-from envs.transforms.log_probs import check_one
-from envs.transforms.transform import Compose, PassesSpecs, Transform
+from envs.torchrl.log_probs import check_one
+from envs.transforms.transform import Compose, Transform
 from policies.optional_packages import EXTRAS
-from policies.specs import Composite
-from policies.wrappers.outputs import input_device
+from policies.torchrl.outputs import input_device
+from policies.torchrl.specs import Composite
 
 if TYPE_CHECKING:
-    from policies.wrappers.wrapper import LLMWrapperBase
+    from policies.torchrl.wrapper import LLMWrapperBase
 
 NAMESPACE = "leash"  # Ray finds a name in one namespace only, by default one per process
 REMEDY = "make the transform again, a new actor comes with it"
@@ -223,6 +224,10 @@ class RayKLRewardTransform(RayTransform):
         models = {"ref_model": ref_model, "ref_model_factory": ref_model_factory}
         actor = {"num_cpus": num_cpus, "num_gpus": num_gpus, "actor_name": actor_name}
         super().__init__(KLRewardTransform, device=device, **actor, **models, **kwargs)
+
+
+RetrieveKL.ray_version = RayRetrieveKL
+KLRewardTransform.ray_version = RayKLRewardTransform
 
 
 class _Host:

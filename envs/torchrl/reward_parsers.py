@@ -14,15 +14,15 @@ from torch import Tensor
 
 from envs.answers.comparison import same_answer, same_mathematics
 from envs.answers.extraction import final_answer, tagged
-from envs.chat_io import make_renderer, read_responses
-from envs.transforms.ragged import get_values
-from envs.transforms.transform import Transform
-from policies.specs import Composite, Unbounded
+from envs.torchrl.chat_io import make_renderer, read_responses
+from envs.torchrl.hooks import SpecHooks
+from envs.torchrl.ragged import get_values
+from policies.torchrl.specs import Composite, Unbounded
 
 NAMES = ("reward_answer", "reward_think", "reward_right", "reward", "success")
 
 
-class RewardParser(Transform):
+class RewardParser(SpecHooks):
     """Write the rewards of responses, each [B, 1]; a subclass decides which answers are right.
 
     `reward_right` is `correct_reward` for a right answer, `format_reward` for another one in

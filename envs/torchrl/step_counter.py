@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDictBase
 
-from envs.transforms.transform import Transform
-from policies.specs import Composite, Unbounded
+from envs.torchrl.hooks import SpecHooks
+from policies.torchrl.specs import Composite, Unbounded
 
 
-class StepCounter(Transform):
+class StepCounter(SpecHooks):
     """Write `step_count` [B, 1]; with `max_steps`, truncate the episode there.
 
     >>> from tensordict import TensorDict

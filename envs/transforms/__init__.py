@@ -10,13 +10,17 @@ from policies.lazy import lazy
 if TYPE_CHECKING:
     from envs.tools.python_tool import PythonTool as PythonTool
     from envs.tools.results import ToolTransformBase as ToolTransformBase
-    from envs.torchrl.kl_reward import KLRewardTransform as KLRewardTransform
+    from envs.torchrl.kl import KLComputation as KLComputation
+    from envs.torchrl.log_probs import RetrieveLogProb as RetrieveLogProb
     from envs.torchrl.policy_version import PolicyVersion as PolicyVersion
     from envs.torchrl.python_interpreter import PythonInterpreter as PythonInterpreter
+    from envs.torchrl.ray import KLRewardTransform as KLRewardTransform
     from envs.torchrl.ray import RayKLRewardTransform as RayKLRewardTransform
     from envs.torchrl.ray import RayRetrieveKL as RayRetrieveKL
     from envs.torchrl.ray import RayTransform as RayTransform
+    from envs.torchrl.ray import RetrieveKL as RetrieveKL
     from envs.torchrl.step_counter import StepCounter as StepCounter
+    from envs.torchrl.tokenizer import IncrementalTokenizer as IncrementalTokenizer
     from envs.torchrl.tool_parsers import JSONCallParser as JSONCallParser
     from envs.torchrl.tool_parsers import ToolCall as ToolCall
     from envs.torchrl.tool_parsers import XMLBlockParser as XMLBlockParser
@@ -24,10 +28,6 @@ if TYPE_CHECKING:
     from envs.torchrl.tools import SimpleToolTransform as SimpleToolTransform
     from envs.torchrl.tools import Tool as Tool
     from envs.torchrl.tools import ToolRegistry as ToolRegistry
-    from envs.transforms.kl import KLComputation as KLComputation
-    from envs.transforms.kl import RetrieveKL as RetrieveKL
-    from envs.transforms.log_probs import RetrieveLogProb as RetrieveLogProb
-    from envs.transforms.tokenizer import IncrementalTokenizer as IncrementalTokenizer
     from envs.transforms.transform import Compose as Compose
     from envs.transforms.transform import Transform as Transform
 

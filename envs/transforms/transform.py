@@ -3,26 +3,18 @@
 `_step(td, next_td)` reads the step's td and writes next_td; `_reset(td, td_reset)` does the same
 for a first state; `_call` is for transforms that need one td only. Called on a plain td, a
 transform writes under "next", or into the td itself without a "next".
-`transform_*_spec` declare a transform's additions to, or changes of, the environment's specs.
+A transform may declare its additions to TorchRL's specs by `transform_*_spec(spec)`; see
+`apply_hook` of envs/torchrl/env.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from importlib import import_module
 from typing import Any
 
 from tensordict import NestedKey, TensorDictBase
 from torch import nn
-
-from policies.specs import Composite
-
-RAY_VERSIONS = {
-    "envs.transforms.kl.RetrieveKL": "RayRetrieveKL",
-    "envs.torchrl.kl_reward.KLRewardTransform": "RayKLRewardTransform",
-}
-RESOURCES = ("actor_name", "num_cpus", "num_gpus")
 
 
 class Transform(nn.Module):
@@ -84,29 +76,6 @@ class Transform(nn.Module):
             f"{type(self).__name__} needs _apply_transform(value), _call(td) or _step(td, next_td)"
         )
 
-    # Specs: each hook may change its argument and returns it.
-
-    def transform_output_spec(self, output_spec: Composite) -> Composite:
-        """Return the specs of outputs, by one hook for each of the three."""
-        return self._transform_specs(output_spec, "observation", "reward", "done")
-
-    def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Return the specs of inputs, by one hook for each of the two."""
-        return self._transform_specs(input_spec, "action", "state")
-
-    def _transform_specs(self, spec: Composite, *kinds: str) -> Composite:
-        for kind in kinds:
-            hook = getattr(self, f"transform_{kind}_spec")
-            spec[f"full_{kind}_spec"] = hook(spec[f"full_{kind}_spec"])
-        return spec
-
-    def _same(self, spec: Composite) -> Composite:
-        """Return the spec unchanged."""
-        return spec
-
-    transform_observation_spec = transform_reward_spec = transform_done_spec = _same
-    transform_action_spec = transform_state_spec = _same
-
     # Mounting.
 
     def set_container(self, container: Any) -> None:
@@ -129,11 +98,6 @@ class Transform(nn.Module):
         return holder.container if isinstance(holder, Transform) else holder
 
     @property
-    def collector(self) -> Any:
-        """Return the collector registered with that environment, or None."""
-        return None if self.container is None else self.container.collector
-
-    @property
     def parent(self) -> Any:
         """Return the environment with only the transforms before this one."""
         before, part = list[Transform](), self
@@ -150,39 +114,7 @@ class Transform(nn.Module):
         return shared
 
 
-class Shareable:
-    """A class whose Ray version, Ray<name>, is created by use_ray_service=True."""
-
-    def __new__(cls, *args: Any, use_ray_service: bool = False, **kwargs: Any) -> Any:
-        """Return an object of the class or its Ray version; resources need Ray."""
-        if not use_ray_service:
-            if resources := [name for name in RESOURCES if kwargs.get(name) is not None]:
-                raise ValueError(f"{', '.join(resources)}: expected use_ray_service=True with them")
-            return super().__new__(cls)
-        version = RAY_VERSIONS.get(f"{cls.__module__}.{cls.__qualname__}")
-        if version is None:
-            raise TypeError(f"{cls.__name__} has no Ray version; use RayTransform({cls.__name__})")
-        return getattr(import_module("envs.torchrl.ray"), version)(*args, **kwargs)
-
-
-def _hook(name: str) -> Any:
-    """Return a spec hook that calls `_through(name, spec)`."""
-    return lambda self, spec: self._through(name, spec)
-
-
-class PassesSpecs(Transform):
-    """A transform that delegates its specs: a subclass implements `_through(hook, spec)`."""
-
-    transform_output_spec = _hook("transform_output_spec")
-    transform_input_spec = _hook("transform_input_spec")
-    transform_observation_spec = _hook("transform_observation_spec")
-    transform_reward_spec = _hook("transform_reward_spec")
-    transform_done_spec = _hook("transform_done_spec")
-    transform_action_spec = _hook("transform_action_spec")
-    transform_state_spec = _hook("transform_state_spec")
-
-
-class Compose(PassesSpecs):
+class Compose(Transform):
     """Run transforms one after the other (their inverses in the opposite order)."""
 
     def __init__(self, *transforms: Transform) -> None:
@@ -217,12 +149,6 @@ class Compose(PassesSpecs):
         for transform in reversed(list(self)):
             tensordict = transform._inv_call(tensordict)
         return tensordict
-
-    def _through(self, hook: str, spec: Composite) -> Composite:
-        """Apply the spec hooks of all transforms to a spec."""
-        for transform in self:
-            spec = getattr(transform, hook)(spec)
-        return spec
 
     def __len__(self) -> int:
         return len(self.transforms)

@@ -19,9 +19,22 @@ from policies.chats.history import History
 from policies.chats.messages import PADDING_ROLE, records_of
 from policies.chats.parsing import Format, find_reader
 from policies.chats.renderer import Renderer
-from policies.specs import container_spec
 
 FIELDS = ("prompt", "response", "full")
+
+
+def _spec_of(of: Any) -> Any:
+    """Return the `default_spec` of a container of Histories, texts (str) or values of a dtype."""
+
+    def default_spec(
+        cls: Any, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
+    ) -> Any:
+        """Return the spec of a batch of `shape` with `keys`, by default the fields to `padded`."""
+        from policies.torchrl.specs import container_spec  # no run needs a spec
+
+        return container_spec(cls, of, shape=shape, keys=keys)
+
+    return classmethod(default_spec)
 
 
 def _share_padded(self: Any) -> None:
@@ -48,7 +61,7 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
     assistant: Tensor | None = None
 
     __post_init__ = _share_padded
-    default_spec = container_spec(torch.int64)
+    default_spec = _spec_of(torch.int64)
 
     def to_text(
         self,
@@ -102,7 +115,7 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
     assistant: Tensor | None = None
 
     __post_init__ = _share_padded
-    default_spec = container_spec(torch.float32)
+    default_spec = _spec_of(torch.float32)
 
 
 class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -123,7 +136,7 @@ class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgument
     all_response_mask: Tensor | None = None
 
     __post_init__ = _share_padded
-    default_spec = container_spec(torch.bool)
+    default_spec = _spec_of(torch.bool)
 
 
 class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -138,7 +151,7 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
     response: History | None = None
     full: History | None = None
 
-    default_spec = container_spec(History)
+    default_spec = _spec_of(History)
 
     def to_tokens(
         self,
@@ -185,7 +198,7 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
     response: str | None = None
     full: str | None = None
 
-    default_spec = container_spec(str)
+    default_spec = _spec_of(str)
 
     def to_tokens(self, tokenizer: Any) -> Tokens:
         """Return the ids of each text, ragged, without added special tokens."""

@@ -16,7 +16,6 @@ from policies.chats.messages import checked, columns, records_of, visible
 from policies.chats.parsing import find_reader
 from policies.chats.renderer import Rendered, Renderer
 from policies.padding import pad, pad_mask
-from policies.specs import Composite, NonTensor
 
 
 class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -88,11 +87,11 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         return lazy_stack([_build(chat) for chat in chats])
 
     @classmethod
-    def default_spec(cls, shape: tuple[int, ...] = (-1,)) -> Composite:
+    def default_spec(cls, shape: tuple[int, ...] = (-1,)) -> Any:
         """Return the spec of a history of `shape`, the messages along the last dimension."""
-        fields = {"role": "user", "content": "a string", "is_complete": True}
-        leaves = {name: NonTensor(shape, example_data=value) for name, value in fields.items()}
-        return Composite(leaves, shape=shape, data_cls=cls)
+        from policies.torchrl.specs import history_spec  # no run needs a spec
+
+        return history_spec(cls, shape)
 
     def messages(self) -> list[dict[str, Any]]:
         """Return a [T] history as a list of messages without padding; see `chats`."""

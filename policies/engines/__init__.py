@@ -1,5 +1,5 @@
 """Clients of inference engines: vLLM, in the process and as a server.
 
 conf/policy/engine/<name>.yaml names the factory of an engine, such as `make_vllm_generator` in
-policies/wrappers/vllm_wrapper.py.
+policies/engines/vllm_policy.py.
 """

@@ -32,7 +32,7 @@ from policies.models.find import (
 )
 from policies.padding import pad, pad_mask, positions
 from policies.scorer import Scorer, body_of
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.transformers_policy import TransformersPolicy
 
 
 class GPT2RewardModel(nn.Module):
@@ -230,7 +230,7 @@ class ChatRewards:
         return torch.cat(ends).flatten().tolist()
 
 
-def load_reward_model(model: str, **options: Any) -> TransformersWrapper:
+def load_reward_model(model: str, **options: Any) -> TransformersPolicy:
     """Load `model` as a policy for the trainer, with a reward model on its body.
 
     Arguments are those of `load_policy`; the result cannot generate.

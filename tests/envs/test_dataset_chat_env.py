@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from contracts import make_policy
+from contracts import make_wrapper
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
@@ -72,11 +72,11 @@ def test_a_wrong_answer_ends_the_episode_only_where_asked(sums, ends, done):
 
 def test_the_env_keeps_to_its_specs_and_the_trainer_plays_it(sums):
     for mode in ("text", "tokens", "history"):
-        options = {"input_mode": mode, "tokenizer": make_policy().tokenizer}
+        options = {"input_mode": mode, "tokenizer": make_wrapper().tokenizer}
         env = GSM8KEnv(dataset=sums, num_envs=4, repeats=2, **options)
         check_env_specs(env)
     assert asked(env.reset()) != asked(env.reset()), "asking for specs takes no row away"
-    groups = collect(None, env.reset_dataloader(), make_policy())["group_id"].tolist()
+    groups = collect(None, env.reset_dataloader(), make_wrapper())["group_id"].tolist()
     assert groups[0] == groups[1] != groups[2] == groups[3]
 
 

@@ -21,6 +21,7 @@ from tensordict import TensorDict
 
 from envs import ChatEnv, TransformedEnv
 from envs.torchrl import ray as ray_module
+from envs.torchrl.ragged import get_values
 from envs.transforms import (
     KLRewardTransform,
     RayKLRewardTransform,
@@ -29,7 +30,6 @@ from envs.transforms import (
     RetrieveKL,
     Transform,
 )
-from envs.transforms.ragged import get_values
 
 pytestmark = pytest.mark.ray
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from contracts import Words, make_policy, prompts
+from contracts import Words, make_wrapper, prompts
 from tensordict import TensorDict
 
 from envs import ChatEnv, Composite, EnvBase, NonTensor, TransformedEnv, Unbounded, check_env_specs
@@ -129,7 +129,7 @@ KEYS = {"history": (), "text": ("text", "tokens"), "tokens": ("tokens",)}
 
 @pytest.mark.parametrize("mode", KEYS)
 def test_a_chat_env_keeps_to_its_specs_in_every_mode(mode):
-    tokenizer = make_policy().tokenizer
+    tokenizer = make_wrapper().tokenizer
     env = ChatEnv(batch_size=(3,), input_mode=mode, tokenizer=tokenizer)
     assert set(env.full_observation_spec) == {"history", "group_id", "turn", *KEYS[mode]}
     assert list(env.full_action_spec) == [mode]
@@ -139,4 +139,4 @@ def test_a_chat_env_keeps_to_its_specs_in_every_mode(mode):
     env = env.append_transform(PolicyVersion("uuid"))
     assert env.full_reward_spec["reward_part", "length"].shape == (-1, 1)
     assert isinstance(env.full_state_spec["row"], NonTensor)
-    check_env_specs(env, make_policy().get_new_version(input_mode=mode), data=prompts(2))
+    check_env_specs(env, make_wrapper().get_new_version(input_mode=mode), data=prompts(2))

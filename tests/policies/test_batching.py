@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from contracts import make_policy
+from contracts import make_wrapper
 from wrapped import prompts, same, scoring, spoken
 
-from policies.wrappers.batching import BatchQueue
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.torchrl.batching import BatchQueue
+from policies.torchrl.transformers_wrapper import TransformersWrapper
 
 SOON = 30  # seconds; nothing here takes as long
 
@@ -93,7 +93,7 @@ def each(policy_call, inputs) -> list:
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_generating_threads_get_what_they_would_alone(padded):
-    alone = make_policy().get_new_version(inplace=False, pad_output=padded)
+    alone = make_wrapper().get_new_version(inplace=False, pad_output=padded)
     policy, sizes = batched(alone, min_batch_size=3)
     inputs = prompts().split(1)
     for got, td in zip(each(policy, inputs), inputs, strict=True):
@@ -113,4 +113,4 @@ def test_scoring_threads_share_forwards_unless_they_need_a_gradient():
     for got in each(policy.log_prob, tds):
         got.sum().backward()
     assert sizes == [1] * 4
-    make_policy().model.zero_grad()
+    make_wrapper().model.zero_grad()

@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from contracts import make_policy
+from contracts import make_wrapper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from letters import letters
@@ -17,7 +17,7 @@ from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from policies.chats.history import History
 from policies.chats.renderer import Renderer
 from policies.padding import is_ragged, pad, pad_mask, rows
-from policies.specs import Composite, NonTensor, Unbounded
+from policies.torchrl.specs import Composite, NonTensor, Unbounded
 
 pytestmark = [
     pytest.mark.usefixtures("list_setting"),
@@ -86,7 +86,7 @@ CHATS = [
 
 @pytest.fixture
 def tokenizer():
-    return make_policy().tokenizer
+    return make_wrapper().tokenizer
 
 
 def chats(*fields: str) -> ChatHistory:
@@ -118,7 +118,7 @@ def test_history_text_and_tokens_are_views_of_each_other(tokenizer):
 
 def test_padded_tokens_are_read_by_their_mask(tokenizer):
     td = TensorDict(history=chats("prompt"), stream=torch.arange(2), batch_size=[2])
-    out = make_policy().get_new_version(pad_output=True)(td)
+    out = make_wrapper().get_new_version(pad_output=True)(td)
     mask = out["masks", "all_attention_mask"]
     assert not mask.all()  # there is padding
     text = out["tokens"].to_text(tokenizer, attention_mask=mask)
@@ -137,7 +137,7 @@ def test_padded_tokens_are_read_by_their_mask(tokenizer):
 def test_default_specs_fit_what_a_wrapper_writes(form, generate):
     history, stream = chats("prompt" if generate else "full"), torch.arange(2)
     more = {"num_samples": 2} if generate and not OLD else {}  # 0.14 reshapes no uneven chats
-    policy = make_policy().get_new_version(generate=generate, inplace=False, **form, **more)
+    policy = make_wrapper().get_new_version(generate=generate, inplace=False, **form, **more)
     out = policy(TensorDict(history=history, stream=stream, batch_size=[2]))
     kinds = {"tokens": Tokens, "log_probs": LogProbs, "masks": Masks}
     for name, kind in {**kinds, "text": Text, "history": ChatHistory}.items():

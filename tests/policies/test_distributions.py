@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from contracts import G, Words, make_policy, one_process
+from contracts import G, Words, make_wrapper, one_process
 from torch.nn.functional import one_hot
 
 from benchmarks.measure import peak_bytes
@@ -19,9 +19,9 @@ from policies import (
     MaskedOneHotCategorical,
     OneHotCategorical,
     ReparamGradientStrategy,
+    token_distribution,
 )
-from policies.distributions import token_distribution
-from policies.distributions.token_distribution import Head, TokenDistribution
+from policies.token_distribution import Head, TokenDistribution
 from trainer import Rollouts
 
 B, T, C, PAD = 2, 4, 5, 99
@@ -340,7 +340,7 @@ def test_a_distribution_over_no_token_says_nothing():
 
 
 def test_a_run_learns_the_tokens_that_its_mask_names():
-    policy, task = make_policy(), Words(turns=3)
+    policy, task = make_wrapper(), Words(turns=3)
     env = ChatEnv(task, group_size=G, max_turns=3)
     parts = {
         "task": task,

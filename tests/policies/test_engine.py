@@ -17,9 +17,9 @@ from small_runs import IN_ITERATION_2, Counted, stop, train
 
 from conf.compose import compose, compose_checked
 from conf.plan import plan
+from policies.engines.vllm_policy import make_vllm_generator
 from policies.engines.vllm_server import VLLMServer
 from policies.models.weights import WeightStream
-from policies.wrappers.vllm_wrapper import make_vllm_generator
 from trainer.importance_sampling import ImportanceSampling
 from trainer.scale.ledger import rank_of
 from trainer.weight_sync import weight_sync

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from small_runs import IN_ITERATION_4, Counted, crash, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from envs.transforms import RetrieveKL
+from envs.transforms.kl import RetrieveKL
 from policies.load import load_policy, load_reference
 from policies.models import lora
 from policies.models.find import quiet
@@ -259,7 +259,7 @@ def test_rows_that_pad_an_embedding_are_no_part_of_the_vocabulary(folder, tmp_pa
         AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
     policy = load_policy(str(folder), max_new_tokens=5)
     batch, reference = rollout(policy, count=2), load_reference(policy, str(tmp_path))
-    batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
+    batch = RetrieveKL(reference)(batch)
     # The logits of the tokens are equal, so a token is as likely as in the policy but for what
     # the 54 new rows take away.
     assert (batch["kl_penalty"][batch["loss_mask"]] > 0).all()

@@ -176,7 +176,7 @@ def test_a_row_that_changes_the_rotary_embedding_of_others_is_refused(tmp_path):
         refused = pytest.raises(ValueError, match=r"31.*original_max.*policy\.max_new_tokens")
         prompt = Tokens(prompt=long[:, :length], batch_size=[1])
         with contextlib.nullcontext() if length == 30 else refused:
-            policy.get_new_version(input_mode="tokens")(TensorDict(tokens=prompt, batch_size=[1]))
+            policy(TensorDict(tokens=prompt, batch_size=[1]))
 
 
 def test_a_head_that_computes_something_else_is_refused(checkpoints, monkeypatch):

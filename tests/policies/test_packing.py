@@ -6,7 +6,7 @@ tests/policies/test_scorer.py compares packed scores and their gradients with pl
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from contracts import make_policy
+from contracts import make_wrapper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
@@ -16,7 +16,7 @@ from policies import layout
 from policies.chats.containers import Tokens
 from policies.layout import pack_rows
 from policies.padding import is_ragged, pad, pad_mask, rows
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.torchrl.transformers_wrapper import TransformersWrapper
 
 SIZES = (3, 9, 1, 14, 6)
 
@@ -67,7 +67,7 @@ def test_packing_is_the_models_business_outputs_are_as_asked(side):
     td.set("keep", torch.arange(max(SIZES)).remainder(3).eq(0).expand(len(SIZES), -1))
     td.set("temperature", torch.tensor([0.5, 1.0, 1.0, 2.0, 0.7]))
     make = {"pad_output": True, "score_mask_key": "keep", "inplace": False}
-    packed = scoring(make_policy().scorer, **make)
+    packed = scoring(make_wrapper().scorer, **make)
     want = packed.get_new_version(pad_model_input=True)(td)["log_probs"].full
     assert (want != 0).sum() > 5
     for got in (packed(td), packed.get_new_version(micro_batch_tokens=20)(td)):
@@ -84,7 +84,7 @@ def test_families_that_cannot_keep_sequences_apart_are_refused():
     with pytest.raises(ValueError, match=r"MistralForCausalLM.*pad_model_input"):
         scoring(mistral)
     with pytest.raises(ValueError, match=r"pad_model_input.*generate"):
-        make_policy().get_new_version(pad_model_input=True)
+        make_wrapper().get_new_version(pad_model_input=True)
 
 
 def test_parts_of_packed_rows_are_bound_by_their_tokens_not_by_their_padding():

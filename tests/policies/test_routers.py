@@ -15,7 +15,7 @@ from torch import Tensor
 
 import trainer
 from policies.load import load_policy
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.torchrl.transformers_wrapper import TransformersWrapper
 from trainer import SFTObjective
 
 COEFF = 0.5

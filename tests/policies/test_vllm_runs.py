@@ -15,10 +15,10 @@ import pytest
 import torch
 from runs import lines, train
 
+from policies.engines.vllm_policy import make_vllm_generator
 from policies.engines.vllm_server import Transfer
 from policies.load import load_policy
 from policies.models.weights import WeightStream
-from policies.wrappers.vllm_wrapper import make_vllm_generator
 from trainer.weight_sync import weight_sync
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine

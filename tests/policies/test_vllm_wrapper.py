@@ -9,15 +9,16 @@ import sys
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from contracts import make_policy, plain_log_probs
+from contracts import make_wrapper, plain_log_probs
 from tensordict import TensorDict
 from wrapped import prompts, sequences, spoken
 
 from policies.chats.containers import Tokens
 from policies.engines.vllm_engine import VLLMEngine, load_engine
+from policies.engines.vllm_policy import make_vllm_generator
 from policies.load import load_policy
 from policies.padding import is_ragged, rows
-from policies.wrappers.vllm_wrapper import make_vllm_generator, vLLMWrapper
+from policies.torchrl.vllm_wrapper import vLLMWrapper
 from trainer.weight_sync import weight_sync
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine
@@ -31,10 +32,10 @@ TOLERANCE = {"atol": 1e-4, "rtol": 0}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with the weights of contracts.make_policy."""
+    """Return a folder with the weights of contracts.make_wrapper."""
     path = tmp_path_factory.mktemp("policy")
-    make_policy().model.save_pretrained(path)
-    make_policy().tokenizer.save_pretrained(path)
+    make_wrapper().model.save_pretrained(path)
+    make_wrapper().tokenizer.save_pretrained(path)
     return path
 
 
@@ -64,7 +65,7 @@ def check(td: TensorDict, plain, temperature: float = 1.0) -> None:
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 def test_every_mode_generates_and_scores_as_transformers_does(policy, mode, padded):
-    peer, settings = make_policy(), {"input_mode": mode, "pad_output": padded}
+    peer, settings = make_wrapper(), {"input_mode": mode, "pad_output": padded}
     out = policy.get_new_version(**settings)(prompts(mode))
     want = peer.get_new_version(**settings)(prompts(mode))
     check(out, peer)
@@ -101,7 +102,7 @@ def test_without_a_seed_for_each_row_the_draws_depend_on_the_batch_alone(
     speak, seeded = policy.get_new_version(inplace=False), policy(prompts())
     monkeypatch.setattr(engine, "seeded", False)
     first, again = speak(prompts()), speak(prompts())
-    check(first, make_policy())
+    check(first, make_wrapper())
     ids = [[row[0].tolist() for row in sequences(td)] for td in (seeded, first, again)]
     assert ids[0] != ids[1] == ids[2]
 
@@ -110,7 +111,7 @@ def test_without_a_seed_for_each_row_the_draws_depend_on_the_batch_alone(
 def test_log_probs_are_those_of_what_the_settings_leave(policy):
     greedy = {"max_new_tokens": 6, "do_sample": False}
     out = policy.get_new_version(generate_kwargs=greedy)(prompts())
-    peer = make_policy().get_new_version(generate_kwargs=greedy)(prompts())
+    peer = make_wrapper().get_new_version(generate_kwargs=greedy)(prompts())
     for (ids, values, _), (ids2, values2, _) in zip(sequences(out), sequences(peer), strict=True):
         assert torch.equal(ids, ids2)
         torch.testing.assert_close(values, values2, **TOLERANCE)
@@ -118,7 +119,7 @@ def test_log_probs_are_those_of_what_the_settings_leave(policy):
     for ids, values, mask in sequences(policy.get_new_version(generate_kwargs=top)(prompts())):
         assert 1 <= mask.sum() <= 4
         with torch.no_grad():
-            logits = make_policy().model(input_ids=ids[None]).logits[0].double() / 0.7
+            logits = make_wrapper().model(input_ids=ids[None]).logits[0].double() / 0.7
         best, which = logits.topk(2)
         table = torch.full_like(logits, -torch.inf).scatter(-1, which, best).log_softmax(-1)
         want = table[:-1].gather(-1, ids[1:, None])[:, 0].float()
@@ -159,11 +160,11 @@ def test_scores_are_at_the_temperature_of_each_row_and_only_where_asked(policy):
     part = score.get_new_version(score_mask_key=key)(td, **asked)
     for i, t in enumerate((0.5, 1.0, 2.0)):
         keep, mask = td["masks", "all_attention_mask"][i], td[key][i]
-        want = plain_log_probs(make_policy(), td["tokens", "full"][i][keep], t).float()
+        want = plain_log_probs(make_wrapper(), td["tokens", "full"][i][keep], t).float()
         torch.testing.assert_close(out["log_probs", "full"][i][keep], want, **TOLERANCE)
         assert torch.equal(part["log_probs", "full"][i], out["log_probs", "full"][i] * mask)
     again = policy.get_new_version(generate=False)(spoken())  # the engine's scale is back
-    peer = make_policy().get_new_version(generate=False)(spoken())
+    peer = make_wrapper().get_new_version(generate=False)(spoken())
     torch.testing.assert_close(again["log_probs"].full, peer["log_probs"].full, **TOLERANCE)
 
 
@@ -173,7 +174,7 @@ def test_scores_are_at_the_temperature_of_each_row_and_only_where_asked(policy):
 @vllm_test
 def test_new_weights_reach_vllm_and_what_the_old_ones_cached_is_gone(engine, policy):
     teacher = load_policy("tiny", max_new_tokens=6)
-    teacher.model.load_state_dict(make_policy().model.state_dict())
+    teacher.model.load_state_dict(make_wrapper().model.state_dict())
     ids = torch.arange(3, 103)[None]  # three blocks of 32 that vLLM keeps
     td = TensorDict({"tokens": Tokens(prompt=ids, padded=True, batch_size=[1])}, batch_size=[1])
     td.set("attention_mask", torch.ones_like(ids, dtype=torch.bool))
@@ -194,7 +195,7 @@ def test_new_weights_reach_vllm_and_what_the_old_ones_cached_is_gone(engine, pol
             teacher.model.get_input_embeddings().weight.mul_(2)
         assert weight_sync(teacher, speak).before > 0.1
     finally:
-        engine.update_weights(make_policy().model.state_dict().items())
+        engine.update_weights(make_wrapper().model.state_dict().items())
 
 
 # Models.
@@ -214,7 +215,7 @@ def test_other_families_agree_with_transformers(kind, tmp_path):
 @vllm_test
 def test_an_engine_whose_log_probs_ignore_the_temperature_is_refused(folder):
     raw = load_engine(folder, logprobs_mode="raw_logprobs", **SMALL).llm
-    check(vLLMWrapper(raw, generate_kwargs={"max_new_tokens": 4})(prompts()), make_policy())
+    check(vLLMWrapper(raw, generate_kwargs={"max_new_tokens": 4})(prompts()), make_wrapper())
     with pytest.raises(ValueError, match="processed_logprobs"):
         vLLMWrapper(raw, generate_kwargs={"temperature": 0.5})
 

@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from contracts import Words, make_policy, plain_log_probs
+from contracts import Words, make_wrapper, plain_log_probs
 from contracts import prompts as env_prompts
 from tensordict import TensorDict
 from transformers import (
@@ -27,28 +27,19 @@ from envs.chat_env import ChatEnv
 from policies.load import load_policy, load_reference
 from policies.padding import rows
 from policies.sampler import Filters
-from policies.wrappers.chat_policy import ChatPolicy
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.torchrl.transformers_wrapper import TransformersWrapper
+from policies.transformers_policy import TransformersPolicy
 from trainer import GRPOLoss
 from trainer.collect import collect
 
 ATTENTION, RESPONSE = ("masks", "all_attention_mask"), ("masks", "all_response_mask")
 
 
-class Bare(ChatPolicy):
-    """The policy of a run without TorchRL's options, on the engine of TransformersWrapper."""
-
-    _set_model = TransformersWrapper._set_model
-    model = TransformersWrapper.model
-    _draw = TransformersWrapper._draw
-    _sample = TransformersWrapper._sample
-
-
-def test_with_the_settings_of_a_run_a_wrapper_is_its_chat_policy():
-    policy = make_policy().get_new_version(text_key=None)
+def test_with_the_settings_of_a_run_a_wrapper_is_the_policy_of_a_run():
+    policy = make_wrapper().get_new_version(text_key=None)
     parts = {"tokenizer": policy.tokenizer, "renderer": policy.renderer, "limits": policy.limits}
-    bare = Bare(policy.scorer, **parts, text_key=None)
-    assert (bare.in_keys, bare.out_keys) == (policy.in_keys, policy.out_keys)
+    bare = TransformersPolicy(policy.scorer, **parts, text_key=None)
+    assert (bare.in_keys, {*bare.out_keys}) == (policy.in_keys, {*policy.out_keys})
     later = prompts().update(prompts("tokens"))  # a turn that continues the ids
     for td in (prompts(), later):
         done, alone = policy(td.clone()), bare(td.clone())
@@ -57,11 +48,13 @@ def test_with_the_settings_of_a_run_a_wrapper_is_its_chat_policy():
     settings = {"generate": False, "inplace": False, "log_probs_key": "ref_log_probs"}
     settings |= {"text_key": None, "score_mask_key": RESPONSE, "micro_batch_tokens": 30}
     scored = policy.get_new_version(**settings)
-    bare = Bare(policy.scorer, **parts, **settings)
+    bare = TransformersPolicy(policy.scorer, **parts, **settings)
     ids = done.select("tokens", "masks", "temperature")
     want = scored(ids, temperature_key="temperature")
     assert (want["ref_log_probs"].full < 0).any()
-    assert_equal(bare(ids, temperature_key="temperature"), want)
+    got = bare(ids, temperature_key="temperature")
+    for key in (("tokens", "full"), ("ref_log_probs", "full"), ATTENTION, RESPONSE):
+        assert torch.equal(got[key], want[key]), key
 
 
 def assert_equal(got: TensorDict, want: TensorDict) -> None:
@@ -75,16 +68,16 @@ def assert_equal(got: TensorDict, want: TensorDict) -> None:
 
 
 def test_the_end_of_turn_is_kept_when_it_is_the_padding_token():
-    tokenizer = copy.deepcopy(make_policy().tokenizer)
+    tokenizer = copy.deepcopy(make_wrapper().tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
-    plain = make_policy().get_new_version(num_samples=40)
+    plain = make_wrapper().get_new_version(num_samples=40)
     out = plain.get_new_version(tokenizer=tokenizer)(prompts())[0]
     same(out, plain(prompts())[0])
     assert any(ids[-1] == tokenizer.eos_token_id for ids, *_ in sequences(out))
 
 
 def test_without_streams_torchs_generator_fixes_the_responses():
-    policy, drawn = make_policy().get_new_version(inplace=False), []
+    policy, drawn = make_wrapper().get_new_version(inplace=False), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         drawn.append([ids.tolist() for ids, *_ in sequences(policy(prompts().exclude("stream")))])
@@ -92,7 +85,7 @@ def test_without_streams_torchs_generator_fixes_the_responses():
 
 
 def test_responses_follow_their_prompt_as_text_without_the_end_of_turn_and_may_be_empty():
-    policy = make_policy()
+    policy = make_wrapper()
     end = policy.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     out = policy.get_new_version(num_samples=128)(prompts()).reshape(-1)
     responses = [ids[mask] for ids, _, mask in sequences(out)]
@@ -117,7 +110,7 @@ def test_the_callers_data_is_not_changed(padded):
     td, kwargs = prompts("tokens"), {"max_new_tokens": 3, "stop": ["x"]}
     before, asked = td.clone(), copy.deepcopy(kwargs)
     options = {"input_mode": "tokens", "inplace": False, "pad_output": padded}
-    policy = make_policy().get_new_version(generate_kwargs=kwargs, num_samples=2, **options)
+    policy = make_wrapper().get_new_version(generate_kwargs=kwargs, num_samples=2, **options)
     out = policy(td).reshape(-1)
     assert (td == before).all()
     assert kwargs == asked
@@ -133,7 +126,7 @@ def test_the_callers_data_is_not_changed(padded):
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("scored_padded", [True, False])
 def test_scoring_in_place_keeps_prompts_and_responses(padded, scored_padded):
-    td = make_policy().get_new_version(pad_output=padded)(prompts())
+    td = make_wrapper().get_new_version(pad_output=padded)(prompts())
     want, responses, texts = sequences(td), td["history", "response"].chats(), td["text"].clone()
     out = scoring(pad_output=scored_padded)(td)
     assert out["history", "prompt"].chats() == CHATS
@@ -154,13 +147,13 @@ def test_scoring_in_place_keeps_prompts_and_responses(padded, scored_padded):
 
 
 def test_a_new_version_keeps_what_was_changed_but_not_what_another_direction_or_mode_reads():
-    policy = make_policy()
+    policy = make_wrapper()
     before = copy.copy(policy._settings)
     changed = {"pad_output": False, "num_samples": 4, "log_probs_key": "x", "max_batch_size": 3}
     changed |= {"generate_kwargs": {"max_new_tokens": 2}, "input_key": ("history", "prompt")}
     policy = policy.get_new_version(**changed).get_new_version()
     assert policy._settings == before | changed
-    assert make_policy()._settings == before
+    assert make_wrapper()._settings == before
     assert policy.get_new_version(generate=False).in_keys == [("history", "full")]
     assert policy.get_new_version(input_mode="tokens").in_keys == [("tokens", "prompt")]
     assert policy.get_new_version(generate=False, input_key="x").in_keys == ["x"]
@@ -169,13 +162,13 @@ def test_a_new_version_keeps_what_was_changed_but_not_what_another_direction_or_
 
 
 def test_versions_share_one_scorer_and_what_load_policy_knows():
-    bare = TransformersWrapper(make_policy().model, tokenizer=make_policy().tokenizer)
+    bare = TransformersWrapper(make_wrapper().model, tokenizer=make_wrapper().tokenizer)
     assert bare.get_new_version(generate=False).scorer is bare.scorer
     loaded = load_policy("tiny", autocast="bfloat16", system_prompt="Sort.")
     version = loaded.get_new_version(generate=False)
     assert version.scorer.autocast is torch.bfloat16
     assert (version.files, version.source, version.system_prompt) == (loaded.files, "auto", "Sort.")
-    other = loaded.get_new_version(model=make_policy().model)
+    other = loaded.get_new_version(model=make_wrapper().model)
     assert other.system_prompt == "Sort."
     assert not hasattr(other, "files")  # the weights are from elsewhere
 
@@ -187,8 +180,8 @@ def test_versions_share_one_scorer_and_what_load_policy_knows():
 def test_the_response_of_a_chat_starts_with_the_first_token_of_the_assistant(padded):
     out = scoring(pad_output=padded)(spoken())
     for chat, response in zip(SPOKEN, rows(out, ("log_probs", "response")), strict=True):
-        done = make_policy().renderer.render(chat)
-        want = plain_log_probs(make_policy(), torch.tensor(done.ids), 1.0).float()
+        done = make_wrapper().renderer.render(chat)
+        want = plain_log_probs(make_wrapper(), torch.tensor(done.ids), 1.0).float()
         want = want[done.assistant.index(True) :]
         torch.testing.assert_close(response[: len(want)], want, atol=1e-5, rtol=0)
 
@@ -205,7 +198,7 @@ NAMED = {name: {"chat_template_name": name} for name in NAMES}
 def test_a_wrapper_scores_what_it_generated_under_every_template(template):
     """Templates put blanks, plain words or nothing around a response, or leave thoughts out."""
     hot = {"max_new_tokens": 30, "temperature": 1.5}
-    policy = make_policy().get_new_version(generate_kwargs=hot, num_samples=4, **template)
+    policy = make_wrapper().get_new_version(generate_kwargs=hot, num_samples=4, **template)
     td = policy(prompts())
     scored = policy.get_new_version(generate=False)(td)
     for a, b in zip(*(rows(x, ("log_probs", "response")) for x in (td, scored)), strict=True):
@@ -213,7 +206,7 @@ def test_a_wrapper_scores_what_it_generated_under_every_template(template):
 
 
 def test_log_prob_scores_anew_with_a_gradient_and_only_what_is_asked():
-    td = make_policy()(prompts())
+    td = make_wrapper()(prompts())
     whole, stored = td["log_probs"].full.clone(), td["log_probs"].response.clone()
     td["log_probs"].response.fill_(7.0)  # stale values are not believed
     filled = scoring(pad_output=False).log_prob(td.copy(), as_padded_tensor=True)
@@ -243,7 +236,7 @@ def test_the_assistant_mask_is_found_again_for_the_ids_of_its_own_history_alone(
 
 def asked(policy=None, **kwargs) -> TransformersWrapper:
     """Return a version of the policy with more generate_kwargs."""
-    policy = policy or make_policy().get_new_version(inplace=False)
+    policy = policy or make_wrapper().get_new_version(inplace=False)
     return policy.get_new_version(generate_kwargs={**policy.generate_kwargs, **kwargs})
 
 
@@ -253,7 +246,7 @@ def check_processed(out, process) -> int:
     for ids, values, mask in sequences(out):
         for t in range(int((~mask).sum()), len(ids)):
             with torch.no_grad():
-                logits = make_policy().model(input_ids=ids[None, :t]).logits[:, -1].float()
+                logits = make_wrapper().model(input_ids=ids[None, :t]).logits[:, -1].float()
             want, plain = (x.log_softmax(-1)[0, ids[t]] for x in (process(ids[:t], logits), logits))
             torch.testing.assert_close(values[t], want, atol=1e-4, rtol=0)
             moved += bool((want - plain).abs() > 1e-3)
@@ -266,7 +259,7 @@ def test_filters_and_their_log_probs_are_those_of_transformers():
         *(RepetitionPenaltyLogitsProcessor(1.3), TemperatureLogitsWarper(0.7)),
         *(TopKLogitsWarper(30), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)),
     ]
-    policy = make_policy().get_new_version(inplace=False, num_samples=4)
+    policy = make_wrapper().get_new_version(inplace=False, num_samples=4)
     out = asked(policy, min_p=0.02, **kwargs)(prompts()).reshape(-1)
     process = LogitsProcessorList(processors)
     moved = check_processed(out, lambda ids, logits: process(ids[None], logits))
@@ -274,7 +267,7 @@ def test_filters_and_their_log_probs_are_those_of_transformers():
 
 
 def test_a_stop_text_ends_a_response_and_stays_in_it():
-    policy = make_policy().get_new_version(num_samples=8)
+    policy = make_wrapper().get_new_version(num_samples=8)
     plain = policy(prompts())[0]
     letter = next(c for c in plain["text"].response[0][2:] if c.isascii())
     stopped, decode = asked(policy, stop=[letter])(prompts())[0], policy.tokenizer.decode
@@ -304,7 +297,7 @@ def test_other_names_and_values_that_change_nothing_are_understood(kwargs, alias
 
 
 def test_what_only_transformers_can_do_is_handed_on_with_its_log_probs():
-    policy = make_policy().get_new_version(inplace=False)
+    policy = make_wrapper().get_new_version(inplace=False)
     banned = [i for i in range(400) if i % 4 and i not in policy.stop_ids]
 
     def ban(ids, logits):
@@ -329,11 +322,11 @@ def test_what_only_transformers_can_do_is_handed_on_with_its_log_probs():
 @pytest.mark.parametrize("name", ["top_p", "min_new_tokens", "no_repeat_ngram_size"])
 def test_training_refuses_what_its_log_probs_do_not_follow_and_evaluation_does_not(name):
     value = {"top_p": 0.9}.get(name, 2)
-    policy, env = asked(make_policy(), **{name: value}), ChatEnv(Words())
+    policy, env = asked(make_wrapper(), **{name: value}), ChatEnv(Words())
     with pytest.raises(ValueError, match=name):
         collect(env_prompts(1), env, policy)
     with pytest.raises(ValueError, match=name):
-        GRPOLoss(policy.get_new_version(generate=False))(make_policy()(env.reset(env_prompts(1))))
+        GRPOLoss(policy.get_new_version(generate=False))(make_wrapper()(env.reset(env_prompts(1))))
     assert collect(env_prompts(1), env, policy, learn=False)["loss_mask"].any()
 
 
@@ -344,7 +337,7 @@ def test_filters_of_the_configuration_reach_the_policy_and_its_reference():
 
 
 def test_prompts_over_the_limit_are_refused_by_number():
-    sizes = [len(make_policy().renderer.render(c, add_generation_prompt=True).ids) for c in CHATS]
+    sizes = [len(make_wrapper().renderer.render(c, add_generation_prompt=True).ids) for c in CHATS]
     limit = {"max_new_tokens": 1, "max_prompt_tokens": max(sizes)}
     assert asked(**limit)(prompts())["tokens"].response.shape == (3, 1)
     with pytest.raises(ValueError, match=f"prompt 2 .* {max(sizes)} tokens"):
@@ -353,26 +346,26 @@ def test_prompts_over_the_limit_are_refused_by_number():
 
 def other_prompts() -> TensorDict:
     """Return a rollout whose prompts are not what its sequences start with."""
-    td = make_policy()(prompts()).select("tokens", "masks")
+    td = make_wrapper()(prompts()).select("tokens", "masks")
     td["tokens"].prompt.add_(1)
     return td
 
 
 def short_mask() -> TensorDict:
     """Return a rollout whose response mask lacks a column."""
-    td = make_policy()(prompts()).select("tokens", "masks")
+    td = make_wrapper()(prompts()).select("tokens", "masks")
     td["masks"].all_response_mask = td["masks"].all_response_mask[:, 1:]
     return td
 
 
 REFUSED = [
-    ("num_samples", lambda: make_policy().get_new_version(num_samples=3, inplace=True)),
-    ("chat_template_name", lambda: make_policy().get_new_version(chat_template_name="nobody's")),
+    ("num_samples", lambda: make_wrapper().get_new_version(num_samples=3, inplace=True)),
+    ("chat_template_name", lambda: make_wrapper().get_new_version(chat_template_name="nobody's")),
     ("log_probs", lambda: scoring(log_probs_key=None)),
     ("min_new_tokens", lambda: asked(min_new_tokens=9, max_new_tokens=3)),
     ("temperature", lambda: asked(temperature=math.nan)),
     ("typical_p", lambda: asked(stop=["x"], typical_p=0.5)),
-    ("history.*prompt", lambda: make_policy()(prompts().select("stream"))),
+    ("history.*prompt", lambda: make_wrapper()(prompts().select("stream"))),
     ("all_response_mask", lambda: scoring()(short_mask())),
     ("prompt", lambda: scoring()(other_prompts())),
     ("input_mode", lambda: scoring(input_mode="text").log_prob(spoken("text"))),

@@ -35,11 +35,14 @@ def with_the_adapter_off_it_is_the_start_policy(pad_model_input: bool = True) ->
     """Compare with plain forwards of a model that never had an adapter."""
     start, policy = make(adapter=False, double=True), make(double=True)
     batch = rollout(policy)  # groups of one prompt: the shared layout
-    reference = load_reference(policy).get_new_version(pad_model_input=pad_model_input)
+    reference = load_reference(policy)
     shake(policy)
-    scored = reference(batch)
+    ids, masks = batch["tokens"].full, batch["masks"]
+    pack = {} if pad_model_input else {"pack": True}
+    keys = (masks.all_attention_mask, masks.all_response_mask, 1.0, batch["group_id"])
+    scored = reference._log_probs(ids, *keys, **pack)  # [B, T]
     wanted = [plain_log_probs(start, ids, 1.0) * response for ids, response, *_ in attended(batch)]
-    gap = flat(scored, ("ref_log_probs", "full")) - torch.cat(wanted)
+    gap = scored[masks.all_attention_mask] - torch.cat(wanted)
     assert gap.abs().max() < 3e-6  # the last step is float32
     mine = policy.get_new_version(generate=False, inplace=False)(batch)
     moved = [plain_log_probs(policy, ids, 1.0) for ids, *_ in attended(batch)]

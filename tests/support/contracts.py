@@ -6,6 +6,7 @@ expects them to fail. Expected values come from a plain transformers forward.
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Response, Reward, Task
-from envs.transforms import RetrieveKL
+from envs.transforms.kl import RetrieveKL
 from policies.load import load_policy, load_reference
 from policies.padding import pad, pad_mask
 from policies.random import fold
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.torchrl.transformers_wrapper import TransformersWrapper
+from policies.transformers_policy import TransformersPolicy
 from trainer.advantage import GroupAdvantage
 from trainer.collect import collect
 from trainer.demonstrations import Demonstrations
@@ -57,7 +59,7 @@ class Words(Task):
 
 
 @cache
-def make_policy(temperature: float = 1.0, max_new_tokens: int = 6) -> TransformersWrapper:
+def make_policy(temperature: float = 1.0, max_new_tokens: int = 6) -> TransformersPolicy:
     """Return a policy on the tiny model, its weights scaled so that tokens differ."""
     policy = load_policy("tiny", temperature=temperature, max_new_tokens=max_new_tokens)
     generator = torch.Generator().manual_seed(0)
@@ -69,6 +71,22 @@ def make_policy(temperature: float = 1.0, max_new_tokens: int = 6) -> Transforme
         end = policy.tokenizer.eos_token_id
         policy.model.get_input_embeddings().weight[end] *= 2.0
     return policy
+
+
+@cache
+def make_wrapper(temperature: float = 1.0, max_new_tokens: int = 6) -> TransformersWrapper:
+    """Return TorchRL's wrapper of such a policy, with dense outputs."""
+    return wrapped(make_policy.__wrapped__(temperature, max_new_tokens))
+
+
+def wrapped(policy: TransformersPolicy) -> TransformersWrapper:
+    """Return TorchRL's wrapper of a policy, over the same weights."""
+    kwargs = {"temperature": policy.temperature, "max_new_tokens": policy.max_new_tokens}
+    wrapper = TransformersWrapper(
+        policy.scorer, tokenizer=policy.tokenizer, generate_kwargs=kwargs, pad_output=True
+    )
+    wrapper.copy_attributes(policy, same_weights=True)
+    return wrapper
 
 
 def leash(coeff: float = 0.1, where: str = "loss", estimator: str | None = None) -> Leash:
@@ -86,14 +104,14 @@ def prompts(count: int = 4, seed: int = 0, turns: int = 1) -> TensorDict:
     return td.set("row", NonTensorStack(*[NonTensorData(row) for row in rows]))
 
 
-def rollout(policy: TransformersWrapper, *, turns: int = 1, count: int = 4) -> TensorDict:
+def rollout(policy: Any, *, turns: int = 1, count: int = 4) -> TensorDict:
     """Return a batch of trajectories."""
     env = ChatEnv(Words(turns), group_size=G, max_turns=turns)
     return collect(prompts(count, turns=turns), env, policy)
 
 
 @torch.no_grad()
-def plain_log_probs(policy: TransformersWrapper, ids: Tensor, temperature: float) -> Tensor:
+def plain_log_probs(policy: TransformersPolicy, ids: Tensor, temperature: float) -> Tensor:
     """Return log p(token t | tokens < t) of one sequence by one plain forward; entry 0 is 0."""
     logits = policy.model(input_ids=ids[None]).logits[0].double() / temperature
     table = logits.log_softmax(-1)
@@ -154,7 +172,7 @@ def token_in_token_out() -> None:
 def one_temperature() -> None:
     """Contract 3: policy and reference divide by the sampling temperature; the KL starts at 0."""
     policy = make_policy(temperature=0.6)
-    batch = RetrieveKL(ref_model=load_reference(policy), add_to_reward=False)(rollout(policy))
+    batch = RetrieveKL(load_reference(policy))(rollout(policy))
     for ids, response, log_probs, _ in attended(batch):
         close(log_probs, plain_log_probs(policy, ids, 0.6) * response, 1e-5, "tempered")
     close(batch["kl_penalty"], torch.zeros_like(batch["kl_penalty"]), 1e-5, "KL at the start")
@@ -194,7 +212,7 @@ def one_process() -> Runtime:
     return Runtime("/tmp")
 
 
-def scaled(policy: TransformersWrapper, factor: float) -> TransformersWrapper:
+def scaled(policy: Any, factor: float) -> Any:
     """Return a reference with other weights."""
     reference = load_reference(policy)
     with torch.no_grad():
@@ -229,7 +247,7 @@ def padded_left(batch: TensorDict) -> TensorDict:
 def global_normalisation() -> None:
     """Contract 4: micro-batches, padding side, order and layout do not change the gradient."""
     policy = make_policy()
-    batch = RetrieveKL(ref_model=scaled(policy, 0.9), add_to_reward=False)(rollout(policy))
+    batch = RetrieveKL(scaled(policy, 0.9))(rollout(policy))
     batch = GroupAdvantage(group_size=G, leash=leash())(batch)
     for aggregation in ("token_mean", "sequence_mean", "constant"):
         whole = gradient(batch, aggregation=aggregation)
@@ -246,7 +264,7 @@ def global_normalisation() -> None:
             assert gap < 1e-5, f"{aggregation}: {name} changes the gradient by {gap}"
 
 
-def demonstrations(policy: TransformersWrapper, mask: str = "assistant") -> TensorDict:
+def demonstrations(policy: TransformersPolicy, mask: str = "assistant") -> TensorDict:
     """Return a batch of the demonstrations of Words."""
     parts = {"task": Words(), "env": ChatEnv(Words()), "policy": policy, "runtime": one_process()}
     return Demonstrations(**parts, prompts_per_iteration=4, mask=mask)(0)
@@ -266,7 +284,7 @@ def one_leash() -> None:
     """Contract 6: a 3-turn trajectory's KL is that of one scoring and is charged once."""
     policy = make_policy()
     reference = scaled(policy, 0.9)
-    batch = RetrieveKL(ref_model=reference, add_to_reward=False)(rollout(policy, turns=3))
+    batch = RetrieveKL(reference)(rollout(policy, turns=3))
     batch = GroupAdvantage(group_size=G, leash=leash(0.25, "reward"))(batch)
     for i, (ids, response, _, _) in enumerate(attended(batch)):
         mine = plain_log_probs(policy, ids, 1.0)[response].sum()

@@ -3,10 +3,10 @@
 import copy
 
 from policies.scorer import Scorer
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.transformers_policy import TransformersPolicy
 
 
-class Copy(TransformersWrapper):
+class Copy(TransformersPolicy):
     """Sample by a copy of a policy's weights, which `load_weights` brings up to date."""
 
     tolerance = 1e-6
@@ -33,9 +33,10 @@ class Wrong(Copy):
         super().load_weights((name, value * 1.1) for name, value in named)
 
 
-def beside(policy: TransformersWrapper, kind: type[Copy] = Copy) -> Copy:
+def beside(policy: TransformersPolicy, kind: type[Copy] = Copy) -> Copy:
     """Return an engine with the weights that a policy has now."""
     network = copy.deepcopy(policy.model).requires_grad_(False).eval()
-    engine = kind(**{**policy._settings, "model": Scorer(network)})
+    same = {name: getattr(policy, name) for name in ("tokenizer", "renderer", "limits")}
+    engine = kind(Scorer(network), **same)
     engine.system_prompt = getattr(policy, "system_prompt", None)
     return engine

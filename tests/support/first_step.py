@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from steps import Record, scaled
 
 from envs.chat_env import ChatEnv
-from envs.transforms import RetrieveKL
+from envs.transforms.kl import RetrieveKL
 from policies.layout import pack_rows
 from policies.load import load_policy
 from policies.scorer import Scorer
@@ -55,7 +55,7 @@ def first_step(runtime: Runtime) -> dict[str, Any]:
     source = Rollouts(
         task=task, env=env, generator=policy, runtime=runtime, prompts_per_iteration=4
     )
-    batch = RetrieveKL(ref_model=scaled(policy, 0.9), add_to_reward=False)(source(0))
+    batch = RetrieveKL(scaled(policy, 0.9))(source(0))
     grpo = GroupAdvantage(group_size=contracts.G, leash=leash())(batch.clone())
     prompts = [row["messages"][-1]["content"] for row in source.prompts(0).get("row").tolist()]
     attended = batch["masks", "all_attention_mask"]

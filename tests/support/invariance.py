@@ -20,12 +20,12 @@ from torch import Tensor
 from conf.compose import compose_checked, set_up
 from conf.plan import Plan, plan
 from envs.chat_env import ChatEnv
-from envs.transforms import RetrieveKL
+from envs.transforms.kl import RetrieveKL
 from policies.layout import groups
 from policies.load import load_policy, load_reference
 from policies.models.reward_model import load_reward_model
 from policies.scorer import Critic
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.torchrl.transformers_wrapper import TransformersWrapper
 from trainer.runtime import Runtime
 from trainer.scale import shards
 from trainer.update import Update
@@ -88,7 +88,7 @@ def step(name: str) -> Step:
     env = ChatEnv(task, group_size=cfg.algorithm.group_size)
     batch = planned(cfg).source(prompts_per_iteration=4, env=env, **parts)(0)
     if cfg.kl.measure:
-        batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
+        batch = RetrieveKL(reference)(batch)
     for key in DENSE:
         if key in batch and batch.get(key).is_floating_point():
             batch.set(key, batch.get(key).double())

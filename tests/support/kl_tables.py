@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from policies.distributions.token_distribution import Head, TokenDistribution
 from policies.scorer import Scores
+from policies.token_distribution import Head, TokenDistribution
 from trainer.gae import gae
 from trainer.kl.controllers import ConstantKLController
 from trainer.kl.estimators import ESTIMATORS, TokenKL

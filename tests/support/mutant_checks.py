@@ -28,7 +28,7 @@ from envs.tasks.task import Response, Task
 from envs.tools.sandbox import Sandbox
 from envs.torchrl.tools import Tool
 from policies.models.sharding import shard
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.torchrl.transformers_wrapper import TransformersWrapper
 from trainer.modes.preflight.checks import check_rewards
 from trainer.modes.preflight.profile import Findings
 from trainer.pages.report import write_report

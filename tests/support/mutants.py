@@ -321,8 +321,8 @@ KEPT_STATES = kept_states_give_the_kl_of_a_pass
 EPOCHS = every_epoch_has_an_order_of_its_own
 WITHOUT_ADAPTER = with_the_adapter_off_it_is_the_start_policy
 DIST, SAMPLE = (
-    "policies.distributions.token_distribution",
-    "policies.wrappers.transformers_wrapper:sample",
+    "policies.token_distribution",
+    "policies.torchrl.transformers_wrapper:sample",
 )
 RENDERER = "policies.chats.renderer:Renderer"
 KL, LEASH, GAE = "envs.transforms.kl:KLComputation", "trainer.kl.leash:Leash", "trainer.gae:gae"

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from conf.compose import compose_checked
 from conf.plan import plan
-from policies.distributions.token_distribution import Head, TokenDistribution
 from policies.scorer import Scores
+from policies.token_distribution import Head, TokenDistribution
 from trainer.runtime import Runtime
 
 G, T, V = 4, 14, 24

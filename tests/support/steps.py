@@ -7,8 +7,8 @@ from contracts import G, Record, leash, make_policy, one_process, rollout, scale
 from tensordict import TensorDict
 from torch import Tensor
 
-from envs.transforms import RetrieveKL
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from envs.transforms.kl import RetrieveKL
+from policies.torchrl.transformers_wrapper import TransformersWrapper
 from trainer.advantage import GroupAdvantage
 from trainer.update import Update
 
@@ -26,7 +26,7 @@ def prepared(policy, where: str = "loss") -> tuple[TensorDict, TransformersWrapp
     """Return a batch with advantages; the policy has moved since it generated."""
     batch = rollout(policy, turns=2, count=2)
     reference = scaled(policy, 0.95)
-    batch = RetrieveKL(ref_model=reference, add_to_reward=False)(batch)
+    batch = RetrieveKL(reference)(batch)
     batch = GroupAdvantage(group_size=G, leash=leash(COEFF, where))(batch)
     with torch.no_grad():
         for p in policy.model.parameters():

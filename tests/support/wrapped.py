@@ -1,14 +1,14 @@
 """Prompts and chats for wrappers, and how their outputs are read and compared."""
 
 import torch
-from contracts import make_policy
+from contracts import make_wrapper
 from tensordict import TensorDict, lazy_stack
 
 from policies.chats.containers import ChatHistory, Text, Tokens
 from policies.chats.history import History
 from policies.padding import pad, pad_mask, rows
 from policies.random import fold
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.torchrl.transformers_wrapper import TransformersWrapper
 
 TEXTS = ("Sort 3", "Write", "the house with the other people")
 CHATS = [[{"role": "user", "content": t}] for t in TEXTS]
@@ -17,7 +17,7 @@ SPOKEN = [[*c, {"role": "assistant", "content": c[0]["content"][::-1]}] for c in
 
 def prompts(mode: str = "history") -> TensorDict:
     """Return three prompts of different lengths in one of the input modes."""
-    policy = make_policy()
+    policy = make_wrapper()
     td = TensorDict({"stream": fold(0, torch.arange(3))}, batch_size=[3])
     texts = [policy.renderer.text(chat, add_generation_prompt=True) for chat in CHATS]
     if mode == "history":
@@ -34,15 +34,15 @@ def spoken(mode: str = "history") -> TensorDict:
     td = TensorDict(batch_size=[3])
     if mode == "history":
         return td.set("history", ChatHistory(full=History.from_chats(SPOKEN), batch_size=[3]))
-    texts = [make_policy().renderer.text(chat) for chat in SPOKEN]
+    texts = [make_wrapper().renderer.text(chat) for chat in SPOKEN]
     if mode == "text":
         return td.set("text", Text(full=texts, batch_size=[3]))
-    ids = [make_policy().tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
+    ids = [make_wrapper().tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
     return td.set("tokens", lazy_stack([Tokens(full=torch.tensor(i)) for i in ids]))
 
 
 def scoring(**changes) -> TransformersWrapper:
-    return make_policy().get_new_version(**{"generate": False, **changes})
+    return make_wrapper().get_new_version(**{"generate": False, **changes})
 
 
 def sequences(td) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

@@ -8,13 +8,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from contracts import G, Words, leash, make_policy, one_process, prompts, rollout
+from contracts import G, Words, leash, make_policy, make_wrapper, one_process, prompts, rollout
 from drawn import Flat, Many, dynamic
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from uneven_chats import FEW_SHOT, Uneven, start
 
+import envs
 import trainer
 from envs.chat_env import ChatEnv
 from policies.load import load_reference
@@ -52,8 +53,7 @@ def test_a_chat_without_room_for_its_next_prompt_ends_as_truncated(uneven):
     seconds = sorted(turns[1][0] for turns in places if len(turns) > 1)
     room = seconds[len(seconds) // 2]
     policy = make_policy()
-    kwargs = {**policy.generate_kwargs, "max_prompt_tokens": room}
-    policy = policy.get_new_version(generate_kwargs=kwargs)
+    policy = policy.get_new_version(limits=replace(policy.limits, max_prompt_tokens=room))
     batch = collect(start(Uneven()), ChatEnv(Uneven(), group_size=6, max_turns=3), policy)
     ends = [[last for first, last in turns if first <= room][-1] for turns in places]
     assert batch["masks", "all_attention_mask"].sum(-1).tolist() == [end + 1 for end in ends]
@@ -66,8 +66,8 @@ def test_a_chat_without_room_for_its_next_prompt_ends_as_truncated(uneven):
 
 def test_rows_at_a_time_change_nothing_but_memory():
     policy = make_policy()
-    kwargs = {**policy.generate_kwargs, "max_rows": 7}
-    want, got = map(rollout, (policy, policy.get_new_version(generate_kwargs=kwargs)))
+    few = policy.get_new_version(limits=replace(policy.limits, max_rows=7))
+    want, got = map(rollout, (policy, few))
     assert len(want) > 7
     for key in (("tokens", "full"), ("masks", "all_response_mask"), "truncated"):
         assert torch.equal(got[key], want[key])
@@ -133,18 +133,19 @@ def test_a_cut_response_is_closed_by_a_token_nobody_sampled(uneven):
 
 
 def test_rows_are_padded_right_and_those_of_a_policy_with_other_outputs_are_the_same():
-    batch = rollout(make_policy())
+    batch = rollout(make_wrapper())
     attention = batch["masks", "all_attention_mask"]
     index = torch.arange(attention.shape[1])
     assert torch.equal(attention, index < attention.sum(-1, keepdim=True))
     assert not attention[:, -1].all(), "the rows should differ in length"
     assert batch["temperature"].tolist() == [1.0] * 4 * G
-    ragged = make_policy().get_new_version(pad_output=False, inplace=False, return_log_probs=False)
+    ragged = make_wrapper().get_new_version(pad_output=False, inplace=False, return_log_probs=False)
     assert (batch == collect(prompts(), ChatEnv(Words(), group_size=G), ragged)).all()
 
 
 def test_responses_of_one_token_and_empty_ones_are_whole_trajectories():
-    policy = make_policy().get_new_version(generate_kwargs={"max_new_tokens": 1})
+    policy = make_policy()
+    policy = policy.get_new_version(limits=replace(policy.limits, max_new_tokens=1))
     batch = collect(start(Words(3), 1), ChatEnv(Words(3), group_size=80, max_turns=3), policy)
     sampled = batch["masks", "all_response_mask"]
     assert (sampled.sum(-1) == 3).all()
@@ -162,8 +163,8 @@ def test_a_policy_that_does_not_generate_and_a_chat_that_nobody_ends_are_refused
         collect(prompts(1), ChatEnv(Words()), make_policy().get_new_version(generate=False))
     # without a task an env only keeps the conversation: the policy would talk to itself for ever
     with pytest.raises(ValueError, match="max_turns=1"):
-        collect(prompts(1), ChatEnv(group_size=2), make_policy())
-    assert collect(prompts(1), ChatEnv(group_size=2, max_turns=1), make_policy()).shape == (2,)
+        collect(prompts(1), envs.ChatEnv(group_size=2), make_policy())
+    assert collect(prompts(1), envs.ChatEnv(group_size=2, max_turns=1), make_policy()).shape == (2,)
 
 
 # The table of the batch's keys (trainer/batch.py).

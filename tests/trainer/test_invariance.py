@@ -19,8 +19,7 @@ from runs import SMALL, Finished, lines, metrics, on_two_ranks, train
 from safetensors.torch import load_file
 from torch import Tensor
 
-from policies import layout
-from policies.distributions import token_distribution
+from policies import layout, token_distribution
 from policies.models.fast import attention
 
 TOLERANCE = 1e-6  # relative

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
 
-from policies.distributions.token_distribution import Head, TokenDistribution
 from policies.scorer import Scores
+from policies.token_distribution import Head, TokenDistribution
 from trainer import baselines
 from trainer.kl.estimators import ESTIMATORS, TokenKL, k3
 from trainer.objectives import GRPOObjective

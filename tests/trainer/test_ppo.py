@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from contracts import close, leash, make_policy, one_process, rollout
+from contracts import close, leash, make_policy, one_process, rollout, wrapped
 from gae_by_hand import agrees_with_the_paper, random_case, slow
 from omegaconf import OmegaConf
 from plain_values import plain_values, values_are_those_of_a_plain_forward
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from steps import Record, double_policy, make_update, scaled, tables
 from tensordict import TensorDict
 
-from envs.transforms import RetrieveKL
+from envs.transforms.kl import RetrieveKL
 from policies import TransformersWrapper, ValueNetwork, load_policy
 from policies.scorer import Critic
 from trainer import (
@@ -43,7 +43,7 @@ policy = pytest.fixture(double_policy)
 def prepared(policy, critic) -> TensorDict:
     """Return a batch of two turns with advantages; policy and critic have moved since."""
     batch = rollout(policy, turns=2, count=2)
-    batch = RetrieveKL(ref_model=scaled(policy, 0.95), add_to_reward=False)(batch)
+    batch = RetrieveKL(scaled(policy, 0.95))(batch)
     batch["loss_mask"][1] = False  # a row that counts for nothing
     options = {"gamma": GAMMA, "lmbda": LMBDA, "runtime": one_process()}
     policy.scorer.critic = Critic(policy.scorer, **critic)
@@ -124,7 +124,7 @@ def test_loss_and_gradient_are_those_of_a_loop_over_tokens(policy, critic, value
 
 def test_rewards_values_and_advantages_are_those_of_the_paper(policy):
     batch = rollout(policy, turns=2, count=2)
-    batch = RetrieveKL(ref_model=scaled(policy, 0.95), add_to_reward=False)(batch)
+    batch = RetrieveKL(scaled(policy, 0.95))(batch)
     batch["truncated"] = torch.ones_like(batch["truncated"])  # a limit is as terminal as an end
     batch["loss_mask"][1] = False  # a row that counts for nothing
     options = {"policy": policy, "runtime": one_process()}
@@ -226,7 +226,7 @@ def test_ppo_learns_and_so_does_its_critic(small_run: Finished, tmp_path):
 
 def actor(policy) -> TransformersWrapper:
     """Return the policy as one that scores, by the same weights."""
-    return policy.get_new_version(model=policy.scorer, generate=False)
+    return wrapped(policy).get_new_version(generate=False)
 
 
 def test_ppo_loss_and_gradient_are_those_of_the_loop_behind_torchrls_names(policy):

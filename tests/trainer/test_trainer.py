@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.scorer import Scorer
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.torchrl.transformers_wrapper import TransformersWrapper
 from trainer.early_stopping import EarlyStopping
 from trainer.evaluation import Evaluate
 from trainer.kl.controllers import BudgetKLController

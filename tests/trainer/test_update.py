@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from envs.chat_env import ChatEnv
-from envs.transforms import RetrieveKL
+from envs.transforms.kl import RetrieveKL
 from policies.load import load_policy, load_reference
 from policies.scorer import Critic
 from trainer.advantage import GroupAdvantage
@@ -291,7 +291,7 @@ def test_epochs_and_minibatches_make_steps_of_whole_groups_at_the_rate_of_their_
 
 def test_an_iteration_ends_before_the_step_that_finds_the_policy_too_far(policy):
     def fresh() -> TensorDict:  # that the policy has just sampled
-        batch = RetrieveKL(ref_model=scaled(policy, 0.95), add_to_reward=False)(rollout(policy))
+        batch = RetrieveKL(scaled(policy, 0.95))(rollout(policy))
         return GroupAdvantage(group_size=G, leash=leash(COEFF))(batch)
 
     def stopping(target_kl: float, **options) -> tuple:

@@ -52,8 +52,7 @@ class Hint:
         hinted = [NonTensorData(self._hinted(row)) for row in rows.values()]
         td = TensorDict({"row": NonTensorStack(*hinted)}, [len(hinted)])
         td = self.env.with_group_size(1).reset(td)
-        reader = self.policy.reader(td)
-        prompts = reader.prompts(td, reader.records(td))
+        prompts = self.policy.prompt_ids(td)
         ids = unpad(prompts.tokens, prompts.attention)
         by_group = dict(zip(rows, ids, strict=True))
         return [by_group[group] for group in groups]

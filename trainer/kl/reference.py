@@ -4,12 +4,12 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from envs.transforms import RetrieveKL
-from policies.distributions.token_distribution import placed
+from envs.transforms.kl import RetrieveKL
 from policies.models.weights import weights_of
 from policies.padding import predicted
 from policies.protocols import Policy
 from policies.scorer import LOCAL, Scorer, score_in_parts
+from policies.token_distribution import placed
 from trainer.batch import LEASHES, RESPONSE
 from trainer.kl.hints import Hint
 
@@ -38,7 +38,7 @@ class Reference:
         self.hint = hint
         self.names = LEASHES[name]
         keys = {"ref_log_probs_full_key": self.names.log_probs, "kl_key": self.names.penalty}
-        self.retrieve = RetrieveKL(ref_model=model, add_to_reward=False, **keys)
+        self.retrieve = RetrieveKL(model, **keys)
         self.scorer: Scorer = model.scorer
         files = getattr(model, "files", None)  # None for a model built in memory
         self.sha256 = str(files.sha256) if files else ""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from policies.random import fold
 from policies.scorer import Scorer
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.transformers_policy import TransformersPolicy
 from trainer.modes.run_weights import reference_name, take_weights
 from trainer.trainer import Trainer
 from trainer.transcripts import token_texts
@@ -31,7 +31,7 @@ LIKELIER, LESS_LIKELY = "dark_orange", "dodger_blue1"  # as in trainer/pages/sty
 class Talk:
     """The chat of one model: its messages, and their exact ids after the first response."""
 
-    policy: TransformersWrapper
+    policy: TransformersPolicy
     messages: list[dict[str, str]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
 

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from policies.decoding import FREE_SHARE, row_bytes
-from policies.distributions.token_distribution import score_columns
 from policies.layout import Layout
 from policies.load import cast_layers, compute_again, frozen_copy
 from policies.models import lora
@@ -32,6 +31,7 @@ from policies.models.fast.layers import replace_layers
 from policies.models.find import EMBEDDED, TINY, find_model, has_adapter, quiet, readable
 from policies.models.sharding import ShardedScorer
 from policies.scorer import Placement, Scorer
+from policies.token_distribution import score_columns
 from trainer.checkpoint import gather_moments
 from trainer.modes.preflight.costs import FULL, gib, note_casts
 from trainer.modes.preflight.profile import Findings

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from policies.distributions import token_distribution
+from policies import token_distribution
 from policies.models.fast import products
 
 COLLECTIVES = {"allgather": "all-gather", "reducescatter": "reduce-scatter"}

@@ -16,12 +16,12 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 
-from envs.env import EnvBase, TransformedEnv
+from envs.torchrl.env import EnvBase, TransformedEnv
 from envs.torchrl.policy_version import PolicyVersion
 from policies.chats.containers import Tokens
 from policies.padding import rows
-from policies.wrappers.wrapper import LLMWrapperBase
-from trainer.collect import as_generator, next_state, tokens_between
+from policies.torchrl.wrapper import LLMWrapperBase, as_generator
+from trainer.collect import check_scored, next_state, tokens_between
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
@@ -101,6 +101,7 @@ class LLMCollector:
         self._player = self.policy
         if isinstance(self.policy, LLMWrapperBase):  # no padding: turns differ in length
             mode = self.policy.input_mode
+            check_scored(self.policy)
             self._player = as_generator(self.policy, input_mode=mode, pad_output=False)
         self.dialog_turns_per_batch = dialog_turns_per_batch
         self.total_dialog_turns = total_dialog_turns

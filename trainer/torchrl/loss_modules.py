@@ -14,7 +14,7 @@ from torch import Tensor
 
 from policies.padding import predicted
 from policies.scorer import Scores
-from policies.wrappers.wrapper import LLMWrapperBase
+from policies.torchrl.wrapper import LLMWrapperBase
 from trainer.batch import RESPONSE
 from trainer.kl.controllers import ConstantKLController
 from trainer.kl.estimators import k3

@@ -10,7 +10,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from policies.scorer import Scores
-from policies.wrappers.wrapper import LLMWrapperBase
+from policies.torchrl.wrapper import LLMWrapperBase
 from trainer.metrics import explained_variance, return_sums
 from trainer.objectives import PPOObjective, Terms
 from trainer.torchrl.loss_inputs import check_choice, get_dense, masked_mean, per_token, require

@@ -20,7 +20,7 @@ from policies.models.find import token_ids
 from policies.padding import compact, widen
 from policies.sampler import Sampled, Stop, sample
 from policies.scorer import Scorer
-from policies.wrappers.generate_kwargs import config_temperature, follow, until_end
+from policies.torchrl.generate_kwargs import config_temperature, follow, until_end
 from trainer.kl.controllers import KLControllerBase
 from trainer.torchrl.prompt_data import PromptData
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from policies.padding import is_ragged, rows
 from policies.scorer import Scores
-from policies.wrappers.wrapper import LLMWrapperBase
+from policies.torchrl.wrapper import LLMWrapperBase
 from trainer.kl.estimators import k3
 from trainer.objectives import MinorSFTObjective, SFTObjective
 from trainer.torchrl.loss_inputs import (

@@ -11,7 +11,7 @@ import contracts
 import pytest
 import torch
 import yaml
-from contracts import G, Words, leash, make_policy, one_process, prompts, rollout
+from contracts import G, Words, leash, make_wrapper, one_process, prompts, rollout
 from small_runs import train
 from steps import COEFF, HIGH, LOW, gradient, prepared
 from wrapped import spoken
@@ -19,8 +19,9 @@ from wrapped import spoken
 import train as script
 from conf.compose import compose, compose_experiment
 from envs import ChatEnv
-from envs.transforms import RetrieveKL
-from policies import TransformersWrapper, load_policy, load_reference
+from envs.transforms.kl import RetrieveKL
+from policies import load_policy, load_reference
+from policies.chat_policy import ChatPolicy
 from specification_rows.containers import KINDS, RESPONSE, generated
 from specification_rows.row import ROOT, Page, close, refused
 from specification_rows.shared import folder
@@ -41,18 +42,18 @@ def application():
     assert ChatEnv(Words(), group_size=G).reset(prompts(4)).batch_size == (4 * G,)
     assert composed("grpo_tiny")["env"]["task"]["_target_"].startswith("envs.")
     yield "... an LLM policy wrapper producing Text / Tokens / Masks / LogProbs"
-    assert type(load_policy("tiny")) is TransformersWrapper
+    assert isinstance(load_policy("tiny"), ChatPolicy)
     assert {key: type(generated()[key]) for key in KINDS} == KINDS
     yield "... a RetrieveKL transform chain, 0 at the start"
-    reference = Reference(make_policy(), load_reference(make_policy()))
+    reference = Reference(make_wrapper(), load_reference(make_wrapper()))
     assert isinstance(reference.retrieve, RetrieveKL)
-    kl = reference(rollout(make_policy()))["kl_penalty"]
+    kl = reference(rollout(make_wrapper()))["kl_penalty"]
     close(kl, torch.zeros_like(kl))
     yield "... whose KL is charged once, over several turns"
     contracts.one_leash()
     yield "... an SFT loss"
     assert "SFT" in composed("sft_tiny")["algorithm"]["objective"]["_target_"]
-    policy = make_policy.__wrapped__()
+    policy = make_wrapper.__wrapped__()
     loss = SFTLoss(policy.get_new_version(generate=False), tokenizer=policy.tokenizer)
     loss(spoken()).loss_sft.backward()
     assert all(p.grad.any() for p in policy.model.parameters())
@@ -92,7 +93,7 @@ def experiments():
 def masked_distributions():
     yield "... that uses assistant- or prompt-masked distributions: the masks"
     contracts.masks_are_exact()
-    policy = make_policy()
+    policy = make_wrapper()
     batches = [contracts.demonstrations(policy, mask) for mask in ("assistant", "prompt")]
     found = [int(batch["loss_mask"].sum()) for batch in batches]
     assert 0 < found[1] <= found[0]
@@ -107,7 +108,7 @@ def masked_distributions():
         dist = score.get_dist(td, mask_key=("masks", f"all_{mask}_mask"))
         close(dist.log_prob(full.masked_fill(~keep, -100)), road * keep)
     yield "... one loss: the public GRPOLoss gives the road's gradient"
-    policy = make_policy.__wrapped__()
+    policy = make_wrapper.__wrapped__()
     policy.model.requires_grad_(True)
     batch, _ = prepared(policy)
     objective = GRPOObjective(clip_low=LOW, clip_high=HIGH, leash=leash(COEFF))
@@ -139,7 +140,7 @@ def accelerate():
     text = "".join(path.read_text() for path in (ROOT / "trainer").rglob("*.py"))
     yield "Accelerate: prepares the scorer and the optimizer, and reduces; on one CPU"
     with Runtime(folder().name, device="cpu") as runtime:
-        scorer = make_policy.__wrapped__().scorer
+        scorer = make_wrapper.__wrapped__().scorer
         optimizer = torch.optim.SGD(scorer.parameters(), lr=0.1)
         assert runtime.accelerator.prepare(scorer, optimizer)[0] is scorer
         assert runtime.device.type == "cpu"

@@ -4,7 +4,7 @@ from dataclasses import fields
 from functools import cache
 
 import torch
-from contracts import Words, make_policy, plain_log_probs
+from contracts import Words, make_wrapper, plain_log_probs
 from contracts import prompts as env_prompts
 from tensordict import TensorDict
 from wrapped import CHATS, SPOKEN, prompts, scoring, spoken
@@ -26,7 +26,7 @@ KINDS = {"text": Text, "tokens": Tokens, "masks": Masks, "log_probs": LogProbs}
 def generated(padded: bool = True) -> TensorDict:
     """Return three responses of different lengths, as the policy writes them."""
     td = prompts().set("stream", fold(10, torch.arange(3)))
-    return make_policy().get_new_version(pad_output=padded, inplace=False)(td)
+    return make_wrapper().get_new_version(pad_output=padded, inplace=False)(td)
 
 
 @cache
@@ -95,7 +95,7 @@ def tokens():
 
 @S1.rows()
 def masks():
-    policy = make_policy()
+    policy = make_wrapper()
     yield "Masks.all_attention_mask: what the model can attend to"
     sizes = [len(ids) for ids in rows(generated(False), ("tokens", "full"))]
     assert generated()["masks"].all_attention_mask.dtype is torch.bool
@@ -139,7 +139,7 @@ def chat_history():
     yield "example: ChatHistory(prompt=history) with a wrapper"
     history = History.from_chats([SPOKEN[0]])
     chat_history = ChatHistory(prompt=history)
-    result = make_policy()(TensorDict(history=chat_history, batch_size=(1,)))
+    result = make_wrapper()(TensorDict(history=chat_history, batch_size=(1,)))
     assert result["history"].response.shape == (1, 1)
     assert result["history"].full.chats()[0][:2] == history.chats()[0]
     yield "TransformersWrapper uses ChatHistory in input_mode='history'"
@@ -147,7 +147,7 @@ def chat_history():
     yield "ChatEnv uses ChatHistory for its state"
     env = ChatEnv(Words(2), group_size=2, max_turns=2)
     td = env.reset(env_prompts(2, turns=2))
-    after = env.step(make_policy()(td))["next"]["history"]
+    after = env.step(make_wrapper()(td))["next"]["history"]
     assert isinstance(td["history"], ChatHistory)
     assert isinstance(after, ChatHistory)
     assert [len(chat) for chat in after.prompt.chats()] == [3] * 4
@@ -181,7 +181,7 @@ def log_probs():
     yield "LogProbs.full: across prompt and response"
     for make, keep in ((generated, RESPONSE), (scored, ATTENTION)):
         for i, ids in enumerate(rows(make(False), ("tokens", "full"))):
-            want = plain_log_probs(make_policy(), ids, 1.0) * rows(make(False), keep)[i]
+            want = plain_log_probs(make_wrapper(), ids, 1.0) * rows(make(False), keep)[i]
             close(rows(make(False), ("log_probs", "full"))[i], want)
     yield "LogProbs.assistant: those of the assistant"
     pairs = zip(rows(scored(False), ("log_probs", "full")), rows(scored(False), ASSISTANT),
@@ -194,7 +194,7 @@ def log_probs():
     yield "Text of a wrapper: prompt, response and the text across both"
     said = generated()["text"]
     ids = [row.tolist() for row in rows(generated(False), ("tokens", "full"))]
-    assert said.full == make_policy().tokenizer.batch_decode(ids)
+    assert said.full == make_wrapper().tokenizer.batch_decode(ids)
     for whole, a, b in zip(said.full, said.prompt, said.response, strict=True):
         assert whole.startswith(a + b)
     yield "Text.default_spec(shape=(-1,), keys=None)"

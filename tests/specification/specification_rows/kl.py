@@ -5,7 +5,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from contracts import Words, make_policy, plain_log_probs
+from contracts import Words, make_wrapper, plain_log_probs
 from contracts import prompts as env_prompts
 from tensordict import TensorDict, set_list_to_stack
 from torch import Tensor
@@ -43,7 +43,7 @@ class Collector:
 @cache
 def other_model() -> torch.nn.Module:
     """Return the policy's model with other weights."""
-    model = copy.deepcopy(make_policy().model)
+    model = copy.deepcopy(make_wrapper().model)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(0.9)
@@ -53,7 +53,7 @@ def other_model() -> torch.nn.Module:
 def gen(**changes) -> TransformersWrapper:
     """Return the policy, scoring."""
     settings = {"generate": False, "inplace": False, "log_probs_key": "gen_log_probs"}
-    return make_policy().get_new_version(**{**settings, **changes})
+    return make_wrapper().get_new_version(**{**settings, **changes})
 
 
 def ref(**changes) -> TransformersWrapper:
@@ -62,7 +62,7 @@ def ref(**changes) -> TransformersWrapper:
 
 
 def plain_kl(td: TensorDict, key: Any) -> Tensor:
-    return plain(make_policy(), td, key) - plain(ref(), td, key)
+    return plain(make_wrapper(), td, key) - plain(ref(), td, key)
 
 
 def same_rows(td: TensorDict, key: Any, want: Tensor, atol: float = 1e-4) -> None:
@@ -86,13 +86,13 @@ def charged(*transforms: Transform, both: bool = False, **policy: Any) -> None:
 
     `both`: the generator is scored too, so that the KL is at all of the assistant's tokens.
     """
-    env, made = ChatEnv(Uneven(), max_turns=3), make_policy().get_new_version(**policy)
+    env, made = ChatEnv(Uneven(), max_turns=3), make_wrapper().get_new_version(**policy)
     for transform in transforms:
         env = env.append_transform(transform)
     data = {"dataloader": [start(Uneven())], "dialog_turns_per_batch": 9}
     for turn in next(iter(LLMCollector(env, policy=made, **data))).reshape(-1).unbind(0):
         ids, sampled = turn["tokens", "full"], turn[RESPONSE]
-        mine, theirs = (plain_log_probs(model, ids, 1.0) for model in (make_policy(), ref()))
+        mine, theirs = (plain_log_probs(model, ids, 1.0) for model in (make_wrapper(), ref()))
         kl = (mine - theirs) * (turn[ASSISTANT] if both else sampled)
         close(turn["next", "kl_penalty"].flatten(), kl, 1e-4)
         task = torch.zeros_like(kl)
@@ -146,7 +146,7 @@ def log_prob_arguments():
     yield "RetrieveLogProb needs return_log_probs=True and generate=False"
     silent = copy.copy(ref())
     silent.return_log_probs = False
-    for model, word in ((make_policy(), "generate=False"), (silent, "return_log_probs=True")):
+    for model, word in ((make_wrapper(), "generate=False"), (silent, "return_log_probs=True")):
         refused(ValueError, word, RetrieveLogProb, model)
     yield "RetrieveLogProb forward: writes to next, or to the td without one"
     out = made(spoken().set("next", spoken()))
@@ -166,7 +166,7 @@ def log_prob_arguments():
         with raises((TypeError, ValueError)):
             RetrieveLogProb(ref(), **wrong)(spoken())
     yield "RetrieveLogProb, RetrieveKL tokenizer: the assistant mask where the model gives none"
-    another = copy.deepcopy(make_policy().tokenizer)
+    another = copy.deepcopy(make_wrapper().tokenizer)
     more = {"tokenizer": another, "tokenizer_kwargs": {"padding": True}}
     for padded in (True, False):
         models = [make(masks_key=None, pad_output=padded) for make in (gen, ref)]
@@ -178,7 +178,7 @@ def log_prob_arguments():
 @S3.rows(needs="gpu")
 def on_a_gpu():
     yield "RetrieveLogProb, RetrieveKL device: cuda, in and back"
-    models = [copy.deepcopy(m).cuda() for m in (make_policy().model, other_model())]
+    models = [copy.deepcopy(m).cuda() for m in (make_wrapper().model, other_model())]
     out = RetrieveLogProb(ref(model=models[1]), device="cuda")(spoken())
     assert out[REF].device.type == "cpu"
     both = RetrieveKL(gen(model=models[0]), ref(model=models[1]), device="cuda")
@@ -344,7 +344,7 @@ def retrieve_kl():
     with raises(ValueError, "pad_output mismatch"):
         RetrieveKL(gen(pad_output=True), ref(pad_output=False))
     yield "RetrieveKL: generate=False, or ValueError"
-    for given in ((make_policy(), ref()), (gen(), make_policy())):
+    for given in ((make_wrapper(), ref()), (gen(), make_wrapper())):
         refused(ValueError, "generate=False", RetrieveKL, *given)
     yield "RetrieveKL: different log_probs_key values, or ValueError"
     with raises(ValueError, "different `log_probs_key`"):
@@ -354,7 +354,7 @@ def retrieve_kl():
     env = ChatEnv(Words(), group_size=2).append_transform(made)
     assert env.full_reward_spec["reward"].shape == (-1, -1, 1)
     assert env.full_observation_spec["kl_penalty"].shape == (-1, -1)
-    check_env_specs(env, make_policy(), data=env_prompts(2))
+    check_env_specs(env, make_wrapper(), data=env_prompts(2))
     yield "RetrieveKL: _reset, _inv_call, transform_{action,state,input,output}_spec"
     td, spec = spoken(), Composite(shape=(2,))
     assert made._inv_call(td) is td
@@ -380,11 +380,11 @@ def from_the_collector():
     refused(ValueError, "The container is not set", RetrieveKL(ref_model=ref()), spoken())
     env = ChatEnv(Words()).append_transform(RetrieveKL(ref_model=ref()))
     with raises(ValueError, "The collector is not set"):
-        env.step(make_policy().get_new_version(**silent)(env.reset(env_prompts(1))))
+        env.step(make_wrapper().get_new_version(**silent)(env.reset(env_prompts(1))))
     refused(ValueError, "The collector is not set", lambda: env.full_observation_spec)
     yield "RetrieveKL history_key: where the collector's policy reads"
     made = RetrieveKL(ref_model=ref(history_key="chat"), history_key="chat", add_to_reward=False)
-    env, collector = TransformedEnv(Chat(), made), Collector(make_policy())
+    env, collector = TransformedEnv(Chat(), made), Collector(make_wrapper())
     env.register_collector(collector)
     kl = env.step(TensorDict(chat=spoken()["history"], batch_size=[3])[:2])["next", "kl_penalty"]
     close(kl, RetrieveKL(gen(), ref())(spoken()[:2])["kl_penalty"])
@@ -404,5 +404,5 @@ def in_a_collector():
     yield "RetrieveKL assistant_only=False where the td has a response mask"
     td = generated()
     out = RetrieveKL(gen(), ref(), assistant_only=False, add_to_reward=False)(td.copy())
-    close(out[FULL], plain(make_policy(), td, ATTENTION))
+    close(out[FULL], plain(make_wrapper(), td, ATTENTION))
     close(out["kl_penalty"], plain_kl(td, ATTENTION), 1e-4)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from contracts import Words, make_policy
+from contracts import Words, make_wrapper
 from contracts import prompts as env_prompts
 from tensordict import TensorDict, lazy_stack
 from wrapped import spoken
@@ -49,7 +49,7 @@ def rewarded(*without: Any) -> TensorDict:
 def known_everywhere(*without: Any) -> TensorDict:
     """Return the same with generation log-probs of the prompts too."""
     td = rewarded(*without)
-    return td.set(FULL, plain(make_policy(), td, ATTENTION).float())
+    return td.set(FULL, plain(make_wrapper(), td, ATTENTION).float())
 
 
 def ragged(*without: Any) -> TensorDict:
@@ -116,8 +116,8 @@ def kl_reward_arguments():
     right(older(add_to_reward=False), td, RESPONSE)
     assert torch.equal(td["next", "reward"], given)
     yield "KLRewardTransform.tokenizer: that given, or the reference's"
-    mine = copy.deepcopy(make_policy().tokenizer)
-    assert made.tokenizer is make_policy().tokenizer
+    mine = copy.deepcopy(make_wrapper().tokenizer)
+    assert made.tokenizer is make_wrapper().tokenizer
     assert older(tokenizer=mine).tokenizer is mine
     yield "KLRewardTransform assistant_only=True: the assistant mask"
     right(made, rewarded(RESPONSE), ASSISTANT)
@@ -147,7 +147,9 @@ def kl_reward_arguments():
 def kl_reward_errors_and_hooks():
     made = older()
     yield "KLRewardTransform: the reference needs generate=False and input_mode='tokens'"
-    refused(ValueError, "generate=False", older, make_policy().get_new_version(input_mode="tokens"))
+    refused(
+        ValueError, "generate=False", older, make_wrapper().get_new_version(input_mode="tokens")
+    )
     for mode in ("history", "text"):
         refused(ValueError, "input_mode='tokens'", older, ref(input_mode=mode))
     yield "KLRewardTransform: no reward counts as 0"
@@ -169,7 +171,7 @@ def kl_reward_errors_and_hooks():
     assert not set(made(TensorDict(batch_size=[2])).keys())
     yield "KLRewardTransform.action_key follows the env's input_mode"
     for mode in ("history", "text", "tokens"):
-        env = ChatEnv(Words(), input_mode=mode, tokenizer=make_policy().tokenizer)
+        env = ChatEnv(Words(), input_mode=mode, tokenizer=make_wrapper().tokenizer)
         env.append_transform(mounted := older())
         assert mounted.action_key == ("tokens", "full")
     yield "KLRewardTransform at reset: a reward key of its own reads zero"
@@ -177,7 +179,7 @@ def kl_reward_errors_and_hooks():
     td = env.reset(env_prompts(2))
     assert (td["shaped"].tolist(), "kl_penalty" in td) == ([[0.0]] * 4, False)
     yield "KLRewardTransform.transform_output_spec: (..., -1, 1)"
-    env = ChatEnv(Words(), input_mode="tokens", tokenizer=make_policy().tokenizer)
+    env = ChatEnv(Words(), input_mode="tokens", tokenizer=make_wrapper().tokenizer)
     env = env.append_transform(older())
     assert env.full_reward_spec["reward"].shape == (-1, -1, 1)
     assert [env.full_observation_spec[key].shape for key in LOG[1:]] == [(-1, -1, 1)] * 2

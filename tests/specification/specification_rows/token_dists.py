@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from contracts import make_policy
+from contracts import make_wrapper
 from tensordict import TensorDict
 from torch.distributions import Categorical
 from wrapped import CHATS, SPOKEN, spoken
@@ -25,7 +25,7 @@ def right(dist: LLMMaskedCategorical, td: TensorDict, key: Any, temperature: flo
     assert torch.equal(dist.mask, td[key])
     got = dist.log_prob(td["tokens"].full.masked_fill(~td[key], -100))
     seen = td[ATTENTION].cumsum(-1) != 1  # the first token has no prediction
-    close(got * seen, plain(make_policy(), td, key, temperature))
+    close(got * seen, plain(make_wrapper(), td, key, temperature))
 
 
 @S1.rows()
@@ -67,7 +67,7 @@ def get_dist():
         with raises(NotImplementedError, "get_new_version(generate=False)"):
             getattr(fresh(), name)(td.copy())
     yield "the distributions divide by the sampling temperature"
-    kwargs = {**make_policy().generate_kwargs, "temperature": 0.5}
+    kwargs = {**make_wrapper().generate_kwargs, "temperature": 0.5}
     dist = score(generate_kwargs=kwargs).get_dist(td.select("tokens", "masks"))
     right(dist, td, ATTENTION, 0.5)
     yield "get_dist and its family: **kwargs, additional arguments"
@@ -101,7 +101,7 @@ def masked_dists():
     chat = [*SPOKEN[0], *SPOKEN[1]]
     long = ChatHistory(full=History.from_chats([chat]), batch_size=[1])
     mask = score()._get_rlhf_dist(TensorDict(history=long, batch_size=[1])).mask[0]
-    assert mask.tolist() == make_policy().renderer.render(chat).assistant
+    assert mask.tolist() == make_wrapper().renderer.render(chat).assistant
     yield "_get_dist_with_assistant_mask writes (tokens, full) to the input"
     heard = spoken()
     score()._get_dist_with_assistant_mask(heard)
@@ -148,7 +148,7 @@ def texts(*responses: list[str]) -> list[str]:
     more = [[{"role": ("assistant", "user")[i % 2], "content": text} for i, text in enumerate(said)]
             for said in responses]  # fmt: skip
     pairs = zip(CHATS, more, strict=True)
-    return [make_policy().renderer.text([*chat, *added]) for chat, added in pairs]
+    return [make_wrapper().renderer.text([*chat, *added]) for chat, added in pairs]
 
 
 NAME = {"chat_template_name": "chatml_format"}
@@ -156,7 +156,7 @@ NAME = {"chat_template_name": "chatml_format"}
 
 @S1.rows()
 def responses():
-    asked, tokenizer = History.from_chats(CHATS), make_policy().tokenizer
+    asked, tokenizer = History.from_chats(CHATS), make_wrapper().tokenizer
     yield "_extract_responses_from_full_histories: arguments"
     defaults(extract, "text_full, prompt_histories, chat_template_name=None, tokenizer=None")
     yield "_extract_responses_from_full_histories: all after the prompt; name or tokenizer"
@@ -170,7 +170,7 @@ def responses():
     assert (got[0].role[1:], got[0].content[1:]) == (["<none>"] * 2, [""] * 2)
     assert [len(chat) for chat in got.chats()] == [1, 3, 1]
     yield "_extract_responses_from_full_histories: RuntimeError if messages are lost"
-    twice, once = History.from_chats([SPOKEN[0] * 2]), [make_policy().renderer.text(CHATS[0])]
+    twice, once = History.from_chats([SPOKEN[0] * 2]), [make_wrapper().renderer.text(CHATS[0])]
     refused(RuntimeError, "messages", extract, once, twice, **NAME)
     yield "_extract_responses_from_full_histories: a response followed by EOS or padding"
     for tail in (tokenizer.eos_token, tokenizer.pad_token, 3 * tokenizer.pad_token):

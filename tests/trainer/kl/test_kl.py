@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from contracts import make_policy, plain_log_probs
+from contracts import make_wrapper, plain_log_probs
 from hypothesis import given
 from hypothesis import strategies as st
 from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE
@@ -16,13 +16,13 @@ from torch import Tensor
 from uneven_chats import FEW_SHOT
 
 from conf.compose import compose_checked
+from envs.torchrl.ragged import get_values
 from envs.transforms import (
     KLComputation,
     RayTransform,
     RetrieveKL,
     RetrieveLogProb,
 )
-from envs.transforms.ragged import get_values
 from policies import ChatHistory, History
 
 IDS, KL = ("tokens", "full"), "kl_penalty"
@@ -104,7 +104,7 @@ def chats(*, padded: bool) -> TensorDict:
     """Return two chats of unequal lengths with an assistant's turn before the one sampled."""
     short = [{"role": role, "content": "Hi"} for role in ("user", "assistant", "user")]
     history = ChatHistory(prompt=History.from_chats([FEW_SHOT, short]), batch_size=[2])
-    version = make_policy().get_new_version(pad_output=padded, return_log_probs=True, inplace=True)
+    version = make_wrapper().get_new_version(pad_output=padded, return_log_probs=True, inplace=True)
     return version(TensorDict(history=history, batch_size=[2]))
 
 

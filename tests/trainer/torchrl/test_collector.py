@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from contracts import Words, close, make_policy, prompts
+from contracts import Words, close, make_wrapper, prompts
 from tensordict import TensorDict, lazy_stack
 from uneven_chats import Uneven, start
 
-from envs.chat_env import ChatEnv, DatasetChatEnv
+from envs.torchrl.chat_env import ChatEnv, DatasetChatEnv
 from envs.torchrl.step_counter import StepCounter
 from policies.padding import pad
 from trainer.collect import collect
@@ -31,7 +31,7 @@ def uneven(policy=None, **kwargs) -> LLMCollector:
     """Return a collector over chats of one, two and three turns, again and again."""
     env = ChatEnv(Uneven(), max_turns=3)
     data = kwargs.pop("dataloader", [start(Uneven())])
-    return LLMCollector(env, policy=policy or make_policy(), dataloader=data, **kwargs)
+    return LLMCollector(env, policy=policy or make_wrapper(), dataloader=data, **kwargs)
 
 
 def test_a_chat_that_ends_makes_room_for_the_next_prompt():
@@ -47,7 +47,7 @@ def test_a_chat_that_ends_makes_room_for_the_next_prompt():
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_whole_chats_are_those_of_collect_turn_by_turn(padded):
-    policy = make_policy().get_new_version(pad_output=padded)
+    policy = make_wrapper().get_new_version(pad_output=padded)
     whole = collect(start(Uneven()), ChatEnv(Uneven(), max_turns=3), policy)
     data = iter([start(Uneven())])
     batches = uneven(policy, yield_completed_trajectories=True, dataloader=data)
@@ -64,7 +64,7 @@ def test_whole_chats_are_those_of_collect_turn_by_turn(padded):
 
 
 def test_the_modes_of_histories_and_tokens_give_the_same_ids():
-    policy, ids = make_policy(), []
+    policy, ids = make_wrapper(), []
     for mode in ("history", "tokens"):
         env = ChatEnv(Uneven(), max_turns=3, input_mode=mode, tokenizer=policy.tokenizer)
         made = {"policy": policy.get_new_version(input_mode=mode), "dataloader": [start(Uneven())]}
@@ -89,7 +89,7 @@ ROWS = Words().rows("train")
 )
 def test_groups_of_data_are_numbered_and_an_iterator_ends(batches):
     env = ChatEnv(Words(), group_size=2)
-    turns = list(LLMCollector(env, policy=make_policy(), dataloader=iter(batches), **LAST))
+    turns = list(LLMCollector(env, policy=make_wrapper(), dataloader=iter(batches), **LAST))
     assert [int(b["group_id"]) for b in turns] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [b["row"][0]["answer"] for b in turns[::2]] == [r["answer"] for r in ROWS]
 
@@ -99,7 +99,7 @@ def test_groups_of_data_are_numbered_and_an_iterator_ends(batches):
 )
 def test_texts_and_columns_are_data_and_a_batch_that_they_cannot_fill_is_dropped(data):
     env = partial(ChatEnv, max_turns=1)
-    settings = {"policy_factory": make_policy, "dialog_turns_per_batch": 2}
+    settings = {"policy_factory": make_wrapper, "dialog_turns_per_batch": 2}
     (batch,) = LLMCollector(env, **settings, dataloader=iter(data))
     turns = batch.view(-1).unbind(0)
     asked = [row["history"].full.messages()[0]["content"] for row in turns]
@@ -125,14 +125,14 @@ def test_an_environment_may_have_its_own_data():
     rows = [{"query": text, "answer": text[::-1]} for text in ("one", "two", "three")]
     env = DatasetChatEnv.from_dataloader(rows, batch_size=2, repeats=2)
     env = env.append_transform(StepCounter(max_steps=2))
-    batch = next(iter(LLMCollector(env, policy=make_policy(), dialog_turns_per_batch=8)))
+    batch = next(iter(LLMCollector(env, policy=make_wrapper(), dialog_turns_per_batch=8)))
     assert batch[TRAJ].tolist() == [[0, 0, 2, 2], [1, 1, 3, 3]]
     assert [row["answer"] for row in batch[0].unbind(0)] == ["eno"] * 2 + ["owt"] * 2
     assert batch["group_id"].tolist() == [[0, 0, 1, 1]] * 2
 
 
 def test_new_weights_of_any_form_are_loaded_and_count_a_version():
-    policy, other = make_policy.__wrapped__(), make_policy.__wrapped__()
+    policy, other = make_wrapper.__wrapped__(), make_wrapper.__wrapped__()
     state, weight = other.model.state_dict(), policy.model.model.norm.weight
     collector = LLMCollector(ChatEnv(Words()), policy=policy, dataloader=[prompts(1)],
                              dialog_turns_per_batch=1, track_policy_version=True)  # fmt: skip
@@ -151,7 +151,7 @@ def test_new_weights_of_any_form_are_loaded_and_count_a_version():
 
 
 def several():
-    return make_policy().get_new_version(num_samples=2)
+    return make_wrapper().get_new_version(num_samples=2)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def several():
 )
 def test_what_cannot_be_collected_is_named(kwargs, error, match):
     with pytest.raises(error, match=match):
-        LLMCollector(ChatEnv(Words()), **{"policy": make_policy(), **kwargs}).rollout()
+        LLMCollector(ChatEnv(Words()), **{"policy": make_wrapper(), **kwargs}).rollout()
 
 
 # MCAdvantage.
@@ -226,7 +226,7 @@ def test_what_cannot_be_a_group_is_named():
 
 
 def test_collector_advantage_and_loss_go_together():
-    policy, env = make_policy(), ChatEnv(Words(2), group_size=3, max_turns=2)
+    policy, env = make_wrapper(), ChatEnv(Words(2), group_size=3, max_turns=2)
     whole = {"dataloader": [prompts(2, turns=2)], "yield_completed_trajectories": True}
     advantage = MCAdvantage(3, prompt_key="group_id", trajectory_return="sum")
     group = next(iter(LLMCollector(env, policy=policy, postproc=advantage, **whole)))

@@ -6,15 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from contracts import make_policy, plain_log_probs, rollout
+from contracts import make_wrapper, plain_log_probs, rollout
 from tensordict import TensorDict
 from torch import Tensor, nn
 from wrapped import SPOKEN, spoken
 
 from policies.chats.containers import Masks, Tokens
-from policies.distributions.sequences import LLMMaskedCategorical
 from policies.load import load_reference
-from policies.wrappers.transformers_wrapper import TransformersWrapper
+from policies.torchrl.sequences import LLMMaskedCategorical
+from policies.torchrl.transformers_wrapper import TransformersWrapper
 from trainer.torchrl.loss_modules import DAPO, CISPOLoss, GRPOLoss
 from trainer.torchrl.sft_loss import SFTLoss
 
@@ -242,7 +242,7 @@ def test_settings_and_data_that_a_loss_cannot_use_are_named():
 @pytest.fixture
 def policy() -> TransformersWrapper:
     """Return a policy of this test alone, which samples at another temperature than 1."""
-    return make_policy.__wrapped__(temperature=0.7)
+    return make_wrapper.__wrapped__(temperature=0.7)
 
 
 def scaled(policy: TransformersWrapper, factor: float) -> None:

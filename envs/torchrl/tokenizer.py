@@ -8,14 +8,15 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from envs.chat_io import full_ids, next_ids, read_history, write_ids
-from envs.transforms.transform import Transform
+from envs.chat_env import read_history
+from envs.torchrl.chat_io import full_ids, next_ids, write_ids
+from envs.torchrl.hooks import SpecHooks
 from policies.chats.renderer import Renderer
 from policies.padding import rows
-from policies.specs import Composite, Unbounded
+from policies.torchrl.specs import Composite, Unbounded
 
 
-class IncrementalTokenizer(Transform):
+class IncrementalTokenizer(SpecHooks):
     """Write `tokens.prompt` [B] for `history.prompt`, one unpadded row each.
 
     After a step it keeps the sampled `tokens.full` unchanged and adds the end of turn, the new

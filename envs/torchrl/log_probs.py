@@ -13,7 +13,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from envs.transforms.ragged import (
+from envs.torchrl.hooks import SpecHooks
+from envs.torchrl.ragged import (
     ASSISTANT,
     ATTENTION,
     RESPONSE,
@@ -24,12 +25,13 @@ from envs.transforms.ragged import (
     read_rows,
     set_values,
 )
+from envs.transforms import kl as dense
 from envs.transforms.transform import Transform
-from policies.specs import Composite, Unbounded
-from policies.wrappers.outputs import input_device
+from policies.torchrl.outputs import input_device
+from policies.torchrl.specs import Composite, Unbounded
 
 if TYPE_CHECKING:
-    from policies.wrappers.wrapper import LLMWrapperBase
+    from policies.torchrl.wrapper import LLMWrapperBase
 
 # The fixed and the free tokenizer_kwargs. Rows are padded elsewhere.
 FIXED = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
@@ -37,7 +39,7 @@ FIXED |= {"add_generation_prompt": False, "return_tensors": "pt"}
 CHOSEN = ("chat_template", "chat_template_name")
 
 
-class RetrieveLogProb(Transform):
+class RetrieveLogProb(SpecHooks, dense.RetrieveLogProb):
     """Score a td with `model` and write the log-probs of the kept tokens, 0 elsewhere.
 
     `assistant_only` keeps the tokens of `masks.all_assistant_mask`: the td's, else that of the
@@ -69,10 +71,10 @@ class RetrieveLogProb(Transform):
                 f"The model of {log_probs_full_key or 'log-probs'} must have `generate=False` and "
                 "`return_log_probs=True`: pass model.get_new_version(generate=False)"
             )
-        if assistant_only and model.input_mode not in self.modes:
+        if assistant_only and mode_of(model) not in self.modes:
             raise ValueError(
                 "The model must have `input_mode='history'` when `assistant_only=True`, got "
-                f"{model.input_mode!r}; set `assistant_only=False` to keep all real tokens"
+                f"{mode_of(model)!r}; set `assistant_only=False` to keep all real tokens"
             )
         if padding_side not in ("left", "right"):
             raise ValueError(f"expected padding_side 'left' or 'right', got {padding_side!r}")
@@ -80,7 +82,7 @@ class RetrieveLogProb(Transform):
         key = under(model.log_probs_key, "full") if key is None else key
         if not isinstance(key, tuple) or key[-1] != "full":
             warnings.warn(f"expected a log_probs_full_key (..., 'full'), got {key!r}", stacklevel=2)
-        super().__init__(model.in_keys, [key])
+        Transform.__init__(self, model.in_keys, [key])
         self.log_probs_full_key = key
         self.model, self.assistant_only, self.detach = model, assistant_only, detach
         self.device = None if device is None else torch.device(device)
@@ -126,20 +128,20 @@ class RetrieveLogProb(Transform):
         mask, real = self._mask(td, scored, owner), get_values(under(owner, ATTENTION[1]), scored)
         mask = log_probs if mask is None else mask
         ids = under(getattr(model, "tokens_key", None) or "tokens", "full")
-        ids = model.in_keys[0] if model.input_mode == "tokens" else ids
+        ids = model.in_keys[0] if mode_of(model) == "tokens" else ids
         seen, td_ids = get_values(ATTENTION, td), get_values(ids, td)
         td_ids = seen if td_ids is None else td_ids
         alike = isinstance(log_probs, Tensor) and isinstance(mask, Tensor)
         if alike and log_probs.shape == mask.shape and _lie_alike(real, seen, td_ids):
             return log_probs.masked_fill(~mask.bool(), 0)
-        lies = {"side": self.padding_side, "padded": model.pad_output}
+        lies = {"side": self.padding_side, "padded": is_padded(model)}
         return lay_out(log_probs, mask, real, (td_ids, seen), **lies)
 
     def _mask(self, td: TensorDictBase, scored: TensorDictBase, owner: NestedKey) -> Values | None:
         """Return the mask of the kept tokens; None keeps all."""
         if not self.assistant_only:
             return get_values(under(owner, ATTENTION[1]), scored)
-        history = td.get(self.in_keys[0], None) if self.model.input_mode == "history" else None
+        history = td.get(self.in_keys[0], None) if mode_of(self.model) == "history" else None
         mask = None
         if not self._renders or history is None or get_values(ASSISTANT, td) is not None:
             masks = (get_values(under(owner, key[1]), scored) for key in (ASSISTANT, RESPONSE))
@@ -168,6 +170,16 @@ def add_per_token(spec: Composite, key: NestedKey, *tail: int) -> Composite:
     """Add floats for each token at a key, [B, T, *tail]; return the spec."""
     spec[key] = Unbounded((*spec.shape, -1, *tail))
     return spec
+
+
+def mode_of(model: Any) -> str:
+    """Return the input mode of a wrapper; a run's policy reads histories."""
+    return getattr(model, "input_mode", "history")
+
+
+def is_padded(model: Any) -> bool:
+    """Return whether a wrapper's outputs are dense; those of a run's policy are."""
+    return getattr(model, "pad_output", True)
 
 
 def one_of(name: str, model: Any, factory: Callable[[], Any] | None) -> Any:

@@ -8,25 +8,24 @@ Left out on purpose: responses that call tools in separate fields (tool_calls).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
+from envs.chat_env import Chat, read_history
 from policies.chats.containers import ChatHistory, Text, Tokens
 from policies.chats.history import History
 from policies.chats.renderer import Renderer
 from policies.padding import attended, is_ragged, rows
-from policies.specs import Composite, NonTensor, Unbounded
+from policies.torchrl.specs import Composite, NonTensor, Unbounded
 
 MODES = ("history", "text", "tokens")
-POLICY_KEYS = (*MODES, "masks", "log_probs")  # written by a policy in every turn
 
 CONTAINERS = {"history": ChatHistory, "text": Text, "tokens": Tokens}
 
-Chat = list[dict[str, Any]]
 ParsedResponse = tuple[str, bool]  # text of a response, and whether its end-of-turn token ended it
 
 
@@ -75,26 +74,6 @@ def read_responses(td: TensorDictBase, mode: str, renderer: Any) -> list[ParsedR
     return (
         read_text_responses(td, renderer) if mode == "text" else read_token_responses(td, renderer)
     )
-
-
-def read_history(td: TensorDictBase, key: tuple[str, ...]) -> History:
-    """Return the history at a key (container, field); the container may be a bare History."""
-    owner = td.get(key[:-1], None)
-    history = owner if isinstance(owner, History) else td.get(key, None)
-    if history is None:
-        raise ValueError(f"step expected {'.'.join(key)}, found none; let a policy write it")
-    return history
-
-
-def change_chats(td: TensorDictBase, changes: dict[int, Callable[[Chat], Chat]]) -> None:
-    """Change the next prompt of some rows and drop the ids of the old prompts."""
-    if not changes:
-        return
-    chats = list(td.get(("history", "prompt")).unbind(0))
-    for row, change in changes.items():
-        chats[row] = History.from_chats(change(chats[row].messages()))
-    td.set(("history", "prompt"), lazy_stack(chats))
-    td.exclude("tokens", inplace=True)
 
 
 def chat_specs(shape: torch.Size, mode: str, source: str, parts: list[str]) -> dict[str, Composite]:

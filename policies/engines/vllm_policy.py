@@ -1,7 +1,6 @@
-"""The policy on vLLM, with the arguments, keys and alignment of TransformersWrapper.
+"""The policy on vLLM, which samples and scores (see vllm_engine.py).
 
-vLLM samples and scores (see vllm_engine.py); rendering, masks and containers are shared.
-Log-probs only: whole distributions need TransformersWrapper.
+Rendering, masks and containers are those of ChatPolicy.
 """
 
 import copy
@@ -13,40 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policies.chat_policy import ChatPolicy
+from policies.chats.renderer import Renderer
 from policies.engines.vllm_engine import VLLMEngine, load_engine, lora_options
 from policies.engines.vllm_server import VLLMServer
-from policies.models.find import find_model, has_adapter, load_tokenizer
+from policies.models.find import has_adapter
 from policies.models.lora import adapter_config
 from policies.padding import unpad
 from policies.protocols import Policy
 from policies.sampler import Sampled
-from policies.wrappers.wrapper import LLMWrapperBase
 
 # Largest allowed difference of log-probs for the same weights, nats: of the probe's rarest token.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 
 
-class vLLMWrapper(LLMWrapperBase):
-    """Generate with or score by vLLM; input and output are one TensorDict.
+class VLLMPolicy(ChatPolicy):
+    """Generate with or score by a VLLMEngine or VLLMServer; see ChatPolicy."""
 
-    `model` is a vllm.LLM, or the folder or name of a model to start one on (float32; for others
-    `load_engine(name, dtype="bfloat16", ...)`). The default tokenizer is the model's.
-    A `stream` [B] seeds each row.
-    """
-
-    def __init__(self, model: Any, *, tokenizer: Any = None, **settings: Any) -> None:
-        if isinstance(model, str | Path):
-            model = load_engine(model)
-        engine = model if isinstance(model, VLLMEngine) else VLLMEngine(model)
-        if tokenizer is None or isinstance(tokenizer, str | Path):
-            tokenizer = load_tokenizer(find_model(str(tokenizer or engine.folder)))
-        super().__init__(engine, tokenizer=tokenizer, **settings)
-        if self.limits.hf_only:
-            raise ValueError(f"vLLM does not offer {self.limits.hf_only}; drop them")
+    def __init__(self, model: Any, **settings: Any) -> None:
+        super().__init__(model, **settings)
         filters = self.limits.narrowing()
         if "min_new_tokens" in filters:
             filters["min_tokens"] = filters.pop("min_new_tokens")
-        self.params = engine.params(
+        self.params = self.scorer.params(
             temperature=self.temperature,
             max_tokens=self.max_new_tokens,
             stop=list(self.limits.stop),
@@ -87,9 +75,6 @@ class vLLMWrapper(LLMWrapperBase):
         parts = (sampled.ids, sampled.log_probs, sampled.lengths, sampled.complete)
         return Sampled(*(part.to(prompts.device) for part in parts))
 
-    def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
-        raise NotImplementedError("vLLM gives no distributions; use TransformersWrapper")
-
 
 def _longest(policy: Policy) -> int | None:
     """Return the most tokens of a prompt, also of a later turn, and its response; None = any."""
@@ -119,7 +104,7 @@ def make_vllm_generator(
     tolerance: float | None = None,
     seeded: bool = True,
     **engine: Any,
-) -> vLLMWrapper:
+) -> VLLMPolicy:
     """Return a vLLM generator with a copy of a policy's weights and its settings.
 
     It is in this process, on the rank's device, unless `url` names a vLLM server, which reads new
@@ -150,8 +135,8 @@ def make_vllm_generator(
         loaded.about += f", the adapter {'merged' if loaded.adapter is None else 'alone'}"
     loaded.device, loaded.seeded = policy.device, seeded
     loaded.tolerance = tolerance or max(TOLERANCE[loaded.dtype], TOLERANCE[computes])
-    shared = ("generate_kwargs", "chat_template_name", "chat_template", "pad_output")
-    settings = {name: policy._settings[name] for name in shared}
-    generator = vLLMWrapper(loaded, tokenizer=copy.deepcopy(policy.tokenizer), **settings)
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    renderer = Renderer(tokenizer, policy.renderer.template)
+    generator = VLLMPolicy(loaded, tokenizer=tokenizer, renderer=renderer, limits=policy.limits)
     generator.copy_attributes(policy, same_weights=True)
     return generator

@@ -11,11 +11,10 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from policies.chats.containers import ChatHistory, LogProbs, Masks, Tokens
-from policies.chats.history import History
-from policies.padding import compact, inner, is_ragged, unpad
+from policies.chats.containers import LogProbs, Masks, Tokens
+from policies.padding import compact, inner, unpad
 from policies.sampler import Sampled
-from policies.wrappers.inputs import Prompts, Sequences
+from policies.torchrl.inputs import Sequences
 
 
 @dataclass(frozen=True)
@@ -97,29 +96,6 @@ class OutputFormat:
             inside = {name: self.part(kind, name, full, mask) for name, mask in parts.items()}
             done[kind] = self.store(kind, {"full": (full, real), **inside})
         return done
-
-
-def generated_chats(prompts: Prompts, responses: list[str], complete: list[bool]) -> ChatHistory:
-    """Return the histories of prompts, of responses and of both."""
-    turns = [
-        [{"role": "assistant", "content": text, "is_complete": done}]
-        for text, done in zip(responses, complete, strict=True)
-    ]
-    both = [[*chat, *turn] for chat, turn in zip(prompts.records or [], turns, strict=True)]
-    response, full = History.from_records(turns), History.from_records(both)
-    return ChatHistory(prompt=prompts.chats, response=response, full=full, batch_size=[len(turns)])
-
-
-def update_in_place(out: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
-    """Write outputs into a td and keep other entries of its containers."""
-    for key, value in out.items():
-        old = target.get(key, None)
-        if old is None or isinstance(old, Tensor) or isinstance(value, Tensor):
-            continue
-        alike = is_ragged(value) == is_ragged(old) and type(inner(value)) is type(inner(old))
-        if not alike:  # different kinds cannot share a container
-            target.set(key, value)
-    return target.update(out)
 
 
 def input_device(td: TensorDictBase) -> torch.device:

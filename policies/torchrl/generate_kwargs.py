@@ -6,7 +6,7 @@ refuses those, and everything that narrows the sampling distribution.
 """
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from policies.limits import Limits
 from policies.sampler import NO_FILTERS, Filters, Sampled
-from policies.scorer import POSITIONS
 
 ALIASES = {
     "max_tokens": "max_new_tokens",
@@ -56,19 +56,10 @@ NEUTRAL = {
 
 
 @dataclass(frozen=True)
-class GenerateKwargs:
-    """Generation options: temperature 0 is greedy; lengths in tokens; stop texts end a response."""
+class GenerateKwargs(Limits):
+    """The limits of a run, several samples of a prompt, and options of transformers' `generate`."""
 
-    temperature: float = 1.0
-    max_new_tokens: int = 64
-    max_prompt_tokens: int | None = None
-    max_rows: int | None = None  # sampled at a time
-    stop: tuple[str, ...] = ()
     num_return_sequences: int | None = None
-    eos_token_id: tuple[int, ...] | None = None  # instead of the model's and the template's
-    pad_token_id: int | None = None
-    skip_special_tokens: bool = False  # in the texts
-    filters: Filters = NO_FILTERS
     fields: dict[str, Any] = field(default_factory=dict)  # fields of a config for `generate`
     objects: dict[str, Any] = field(default_factory=dict)  # further arguments of `generate`
 
@@ -102,15 +93,10 @@ class GenerateKwargs:
         )
 
     def __post_init__(self) -> None:
-        least, count = self.filters.min_new_tokens, self.num_return_sequences
-        for good, wanted, got in (
-            (0 <= self.temperature < float("inf"), "temperature >= 0", self.temperature),
-            (self.max_new_tokens >= 1, "max_new_tokens >= 1", self.max_new_tokens),
-            (count is None or count >= 1, "n >= 1", count),
-            (least <= self.max_new_tokens, "min_new_tokens <= max_new_tokens", least),
-        ):
-            if not good:
-                raise ValueError(f"expected {wanted}, got {got}")
+        super().__post_init__()
+        count = self.num_return_sequences
+        if count is not None and count < 1:
+            raise ValueError(f"expected n >= 1, got {count}")
         if self.hf_only and self.stop:
             raise ValueError(f"expected stop or {self.hf_only}, got both; use eos_token_id for it")
 
@@ -122,17 +108,12 @@ class GenerateKwargs:
 
     def unscored(self) -> list[str]:
         """Return the options that change samples alone; scores depend on the temperature only."""
-        return [*self.narrowing(), *self.hf_only]
+        return [*super().unscored(), *self.hf_only]
 
     @property
     def hf_only(self) -> list[str]:
         """Return the options that only transformers' `generate` supports."""
         return sorted({*self.fields, *self.objects})
-
-    def narrowing(self) -> dict[str, Any]:
-        """Return the filters in use, by name."""
-        chosen, neutral = asdict(self.filters), asdict(NO_FILTERS)
-        return {k: v for k, v in chosen.items() if v != neutral[k]}
 
     def config(self) -> GenerationConfig:
         """Return the config for transformers' `generate`."""
@@ -140,43 +121,6 @@ class GenerateKwargs:
         if self.temperature == 0:
             return GenerationConfig(do_sample=False, **more)
         return GenerationConfig(do_sample=True, temperature=self.temperature, **more)
-
-    def stop_finder(self, tokenizer: Any) -> Callable[[list[int]], bool] | None:
-        """Return a test of whether a response holds a stop text; None without stop texts."""
-        if not self.stop:
-            return None
-        return lambda ids: any(text in tokenizer.decode(ids) for text in self.stop)
-
-    def check_positions(self, most: int | None) -> None:
-        """Raise if the longest prompt and response together exceed the model's `most` positions."""
-        total = (self.max_prompt_tokens or 1) + self.max_new_tokens
-        if most is not None and total > most:
-            raise ValueError(
-                f"policy.max_prompt_tokens={self.max_prompt_tokens} + policy.max_new_tokens="
-                f"{self.max_new_tokens} exceed the {most} positions of the model ({POSITIONS})"
-            )
-
-    def room(self, most: int | None) -> float:
-        """Return the most tokens of a prompt, of a model with `most` positions; inf = any."""
-        positions = torch.inf if most is None else most - self.max_new_tokens
-        return min(self.max_prompt_tokens or torch.inf, positions)
-
-    def check_lengths(self, attention: Tensor, most: int | None) -> None:
-        """Raise if a prompt exceeds max_prompt_tokens, or `most` positions with its response.
-
-        attention [B, T] is the mask of the prompts.
-        """
-        sizes = attention.sum(-1)  # [B]
-        bounds = {"policy.max_prompt_tokens": self.max_prompt_tokens}
-        if most is not None:
-            name = f"positions of the model ({POSITIONS}) - policy.max_new_tokens"
-            bounds[name] = most - self.max_new_tokens
-        for name, bound in bounds.items():
-            if bound is not None and (over := sizes > bound).any():
-                i = int(over.int().argmax())
-                raise ValueError(
-                    f"prompt {i} has {sizes[i]} tokens, expected at most {name}={bound}"
-                )
 
 
 def _for_generate(more: dict[str, Any], *, log_probs: bool) -> tuple[dict, dict]:

@@ -11,23 +11,18 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from policies import chat_policy
+from policies.chat_policy import NestedKey, Records
 from policies.chats.history import History
-from policies.chats.messages import records_of, visible
+from policies.chats.messages import records_of
 from policies.padding import attended, is_ragged, pad, pad_mask, rows, unpad
-
-NestedKey = str | tuple[str, ...]
-Records = list[list[dict[str, Any]]]  # the messages of B chats, with their flags
 
 
 @dataclass(frozen=True)
-class Sequences:
-    """Prompts or full sequences: ids [B, T] and bool masks [B, T], None where unknown."""
+class Sequences(chat_policy.Sequences):
+    """Sequences of any layout: also whether it is that of the input, and the end of the prompts."""
 
-    tokens: Tensor
-    attention: Tensor
     dense: bool = False  # the layout is that of the input
-    assistant: Tensor | None = None
-    response: Tensor | None = None  # sampled tokens
     after: Tensor | None = None  # all tokens after the prompt
 
     def repeated(self, times: int) -> "Sequences":
@@ -51,23 +46,13 @@ class Sequences:
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """The prompts of a call: ids, the seed of each row, and the chats if they were read."""
-
-    ids: Sequences
-    streams: Tensor  # [B]
-    chats: History | None
-    records: Records | None  # the messages of `chats`
-
-
-@dataclass(frozen=True)
 class InputReader:
     """Read ids, histories and texts with the keys and tokenizer of a wrapper.
 
     `key` is the key of the wrapper's `input_mode`.
     """
 
-    policy: Any  # a ChatPolicy
+    policy: Any  # an LLMWrapperBase
     key: NestedKey
 
     def records(self, td: TensorDictBase) -> Records | None:
@@ -198,7 +183,8 @@ class InputReader:
                 f"input_mode={mode!r}, got keys {sorted(map(str, td.keys()))}"
             )
         if mode == "history":
-            return self._rendered(records or [], side, add_generation_prompt=field == "prompt")
+            seq = self.policy.rendered(records or [], side, add_generation_prompt=field == "prompt")
+            return Sequences(seq.tokens, seq.attention, assistant=seq.assistant)
         options = {"add_special_tokens": False, **self.policy.tokenizer_kwargs}
         ids = [self.policy.tokenizer(text, **options)["input_ids"] for text in self.texts(td)]
         return self._padded([torch.tensor(row, dtype=torch.int64) for row in ids], side)
@@ -207,19 +193,6 @@ class InputReader:
         """Return the texts at the key."""
         value = td.get(self.key)
         return value if isinstance(value, list) else value.tolist()
-
-    def _rendered(self, records: Records, side: str, *, add_generation_prompt: bool) -> Sequences:
-        """Render each chat once; adjacent repeats (the samples of a group) share the work."""
-        ids, assistant, last = [], [], None
-        for chat in map(visible, records):
-            if chat != last:
-                render, last = self.policy.renderer.render, chat
-                done = render(chat, add_generation_prompt=add_generation_prompt)
-                row, mask = torch.tensor(done.ids), torch.tensor(done.assistant, dtype=torch.bool)
-            ids.append(row)
-            assistant.append(mask)
-        marks = pad(assistant, False, side=side).to(self.policy.device)
-        return replace(self._padded(ids, side), assistant=marks)
 
     def _stacked(self, td: TensorDictBase, ids: list[Tensor], side: str) -> Sequences:
         """Return rows of a lazy stack or a nested tensor, which may contain padding."""

@@ -5,25 +5,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policies.chat_policy import ChatPolicy
 from policies.decoding import rows_that_fit
 from policies.sampler import Sampled, sample
 from policies.scorer import Scorer
-from policies.wrappers.generate_kwargs import follow
-from policies.wrappers.wrapper import LLMWrapperBase
 
 
-class TransformersWrapper(LLMWrapperBase):
-    """Generate with or score by a causal LM; see LLMWrapperBase for the arguments.
-
-    `model` is a model, a Scorer around one, or a folder or name (then the weights are float32).
+class TransformersPolicy(ChatPolicy):
+    """Generate with or score by a causal LM, a model or a Scorer around one; see ChatPolicy.
 
     >>> from tensordict import TensorDict
-    >>> from policies import ChatHistory, History
-    >>> policy = TransformersWrapper("tiny", generate_kwargs={"max_new_tokens": 3}, pad_output=True)
+    >>> from policies import ChatHistory, History, load_policy
+    >>> policy = load_policy("tiny", max_new_tokens=3)
     >>> chat = ChatHistory(prompt=History.from_chats([[{"role": "user", "content": "Sort 3 1"}]]))
     >>> response = policy(TensorDict(history=chat, batch_size=[1]))
-    >>> scored = policy.get_new_version(generate=False, inplace=False)(response)
-    >>> gap = scored["log_probs"].response - response["log_probs"].response
+    >>> scores = policy.get_new_version(generate=False).score(response)
+    >>> gap = scores[:, -3:] - response["log_probs"].response
     >>> bool(gap.abs().max() < 1e-4)
     True
     """
@@ -46,20 +43,7 @@ class TransformersWrapper(LLMWrapperBase):
         training = self.scorer.training
         self.scorer.eval()
         with self.scorer.precision():
-            if self.limits.hf_only:
-                sampled = follow(
-                    self.model,
-                    prompts,
-                    attention,
-                    self.limits.config(),
-                    max_new_tokens=self.max_new_tokens,
-                    ends=self.stop_ids,
-                    pad_token_id=self.pad_token_id,
-                    log_probs=self.return_log_probs,
-                    **self.limits.objects,
-                )
-            else:
-                sampled = self._sample(prompts, attention, streams)
+            sampled = self._sample(prompts, attention, streams)
         self.scorer.train(training)
         return sampled
 
@@ -81,6 +65,3 @@ class TransformersWrapper(LLMWrapperBase):
             for first in range(0, total, size)
         ]
         return parts[0] if len(parts) == 1 else Sampled.of_parts(parts)
-
-    def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
-        return self.scorer.logits(tokens, attention, **self.scoring_options)

@@ -11,9 +11,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributions import Categorical
 
-from policies.distributions.sequences import LLMMaskedCategorical
 from policies.padding import pad, rows, unpad
-from policies.wrappers.inputs import InputReader, NestedKey, flat
+from policies.torchrl.inputs import InputReader, NestedKey, flat
+from policies.torchrl.sequences import LLMMaskedCategorical
 
 
 class RaggedCategorical(Categorical):

@@ -245,31 +245,36 @@ class Composite(Spec, MutableMapping[NestedKey, Any]):
         return ""
 
 
-def container_spec(of: Any) -> Any:
-    """Build the `default_spec` of a tensorclass of Histories, texts (str) or values of a dtype."""
+def container_spec(
+    cls: Any, of: Any, *, shape: tuple[int, ...], keys: Sequence[str] | None
+) -> Composite:
+    """Return the spec of a tensorclass of Histories, texts (str) or values of a dtype.
 
-    def default_spec(
-        cls: Any, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
-    ) -> Composite:
-        """Return the spec of a batch of `shape` with `keys`, by default the fields to `padded`."""
-        known = [name for name in cls.__annotations__ if name != "padded"]
-        common = takewhile(lambda name: name != "padded", cls.__annotations__)
-        if unknown := set(keys or ()) - set(known):
-            raise ValueError(f"expected keys among {known}, got {sorted(unknown)}")
-        specs: dict[str, Spec] = {}
-        for name in common if keys is None else keys:
-            if isinstance(of, torch.dtype):
-                specs[name] = Unbounded((*shape, -1), dtype=of)
-            elif of is str:
-                specs[name] = NonTensor(shape, example_data="a string")
-            else:
-                specs[name] = of.default_spec((*shape, -1))
-        if "padded" in cls.__annotations__:
-            specs["padded"] = NonTensor(shape[:-1], example_data=False)
-        options = {"step_mdp_static": True, "optional": keys is None}
-        return Composite(specs, shape=shape[:-1], data_cls=cls, **options)
+    It is that of a batch of `shape` with `keys`, by default the fields to `padded`.
+    """
+    known = [name for name in cls.__annotations__ if name != "padded"]
+    common = takewhile(lambda name: name != "padded", cls.__annotations__)
+    if unknown := set(keys or ()) - set(known):
+        raise ValueError(f"expected keys among {known}, got {sorted(unknown)}")
+    specs: dict[str, Spec] = {}
+    for name in common if keys is None else keys:
+        if isinstance(of, torch.dtype):
+            specs[name] = Unbounded((*shape, -1), dtype=of)
+        elif of is str:
+            specs[name] = NonTensor(shape, example_data="a string")
+        else:
+            specs[name] = of.default_spec((*shape, -1))
+    if "padded" in cls.__annotations__:
+        specs["padded"] = NonTensor(shape[:-1], example_data=False)
+    options = {"step_mdp_static": True, "optional": keys is None}
+    return Composite(specs, shape=shape[:-1], data_cls=cls, **options)
 
-    return classmethod(default_spec)
+
+def history_spec(cls: Any, shape: tuple[int, ...]) -> Composite:
+    """Return the spec of a History of `shape`, the messages along the last dimension."""
+    fields = {"role": "user", "content": "a string", "is_complete": True}
+    leaves = {name: NonTensor(shape, example_data=value) for name, value in fields.items()}
+    return Composite(leaves, shape=shape, data_cls=cls)
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:

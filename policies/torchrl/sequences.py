@@ -12,7 +12,7 @@ from torch import Size, Tensor
 from torch.distributions import Categorical, Distribution
 from torch.nn.functional import one_hot
 
-from policies.distributions.masked_rows import (
+from policies.torchrl.masked_rows import (
     at_index,
     check_indices,
     check_mask,

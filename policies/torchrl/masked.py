@@ -19,7 +19,7 @@ from torch.distributions import Categorical, RelaxedOneHotCategorical, constrain
 from torch.distributions.utils import lazy_property
 from torch.nn.functional import one_hot
 
-from policies.distributions.masked_rows import (
+from policies.torchrl.masked_rows import (
     at_index,
     check_indices,
     check_mask,

@@ -1,36 +1,36 @@
 """TorchRL's options for a policy: the base of all engines.
 
-chat_policy.py has what a training run computes with a batch. LLMWrapperBase adds input as text or
-ids, ragged outputs, several samples of a prompt, other targets, calls of several threads together,
-packed scoring, and the distributions for losses. It overrides `forward`, `reader`, `_prompts`,
-`_generate`, `_add_chats`, `_score`, `_log_probs`, `calls` and `_output_format`.
+policies/chat_policy.py has what a run computes with a batch. LLMWrapperBase adds input as text or
+ids, ragged rows, several samples of a prompt, other keys and targets, calls of several threads
+together, packed scoring, and the distributions for losses. inputs.py reads, outputs.py writes.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 from weakref import ref
 
 import torch
-from tensordict import TensorDictBase, unravel_key
+from tensordict import TensorDict, TensorDictBase, unravel_key
 from torch import Tensor
 from torch.distributions import Categorical
 
-from policies.chats.containers import ChatHistory, Text, Tokens
+from policies.chat_policy import ChatPolicy, NestedKey, Prompts, Records, update_in_place
+from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from policies.chats.history import History
 from policies.chats.renderer import Renderer
-from policies.distributions.sequences import LLMMaskedCategorical
 from policies.models.find import find_model, load_model, load_tokenizer
 from policies.padding import predicted, unpad
 from policies.random import fold
 from policies.sampler import Sampled
 from policies.scorer import Scorer
-from policies.wrappers.batching import BatchedCalls, BatchQueue
-from policies.wrappers.chat_policy import ChatPolicy
-from policies.wrappers.generate_kwargs import GenerateKwargs
-from policies.wrappers.inputs import InputReader, NestedKey, Prompts, Sequences, flat
-from policies.wrappers.outputs import OutputFormat, input_device, update_in_place
-from policies.wrappers.token_dists import TokenDists, show_rows
+from policies.torchrl.batching import BatchedCalls, BatchQueue
+from policies.torchrl.generate_kwargs import GenerateKwargs
+from policies.torchrl.inputs import InputReader, Sequences, flat
+from policies.torchrl.outputs import OutputFormat, input_device
+from policies.torchrl.sequences import LLMMaskedCategorical
+from policies.torchrl.token_dists import TokenDists, show_rows
 
 InputMode = Literal["history", "text", "tokens"]
 
@@ -119,14 +119,13 @@ class LLMWrapperBase(ChatPolicy):
             limits=limits,
             generate=generate,
             inplace=(samples is None) if inplace is None else inplace,
-            history_key=history_key,
             text_key=text_key,
-            tokens_key=tokens_key,
-            masks_key=masks_key,
             log_probs_key=log_probs_key,
             score_mask_key=score_mask_key,
             micro_batch_tokens=micro_batch_tokens,
         )
+        self._field = "prompt" if generate else "full"
+        self.history_key, self.tokens_key, self.masks_key = history_key, tokens_key, masks_key
         self.input_mode, self.input_key = input_mode, input_key
         self.attention_mask_key, self.prefer_tokens = attention_mask_key, prefer_tokens
         self.generate_kwargs, self.tokenizer_kwargs = dict(generate_kwargs or {}), options
@@ -138,10 +137,9 @@ class LLMWrapperBase(ChatPolicy):
         self._batched = None if queue is None else BatchedCalls(self, queue)
         self.default_device = torch.device(device or "cpu")
         self.pad_model_input = pad_model_input
-        if pad_model_input is False:
-            self.scoring_options = {"pack": True}
-            if isinstance(self.scorer, Scorer):
-                self.scorer.check_packing()
+        self.scoring_options = {} if pad_model_input is not False else {"pack": True}
+        if self.scoring_options and isinstance(self.scorer, Scorer):
+            self.scorer.check_packing()
         self._settings = settings | {
             # Every version shares the scorer, autocast included.
             "model": self.model if self.scorer is None else self.scorer,
@@ -179,12 +177,20 @@ class LLMWrapperBase(ChatPolicy):
         new.copy_attributes(self, same_weights=new.model is self.model)
         return new
 
-    def copy_attributes(self, other: Any, *, same_weights: bool) -> None:
-        """Copy the attributes that load_policy and weight syncs set on another wrapper."""
-        names = ("source", "system_prompt", "classes")
-        for name in (*names, "files", "version") if same_weights else names:
-            if hasattr(other, name):
-                setattr(self, name, getattr(other, name))
+    def for_rollouts(self) -> "LLMWrapperBase":
+        """Return this wrapper as `trainer.collect` calls it: dense, in place, without texts."""
+        options = {"pad_output": True, "return_log_probs": True, "text_key": None}
+        return as_generator(self, **options)
+
+    def at_temperature(self, temperature: float) -> "LLMWrapperBase":
+        """Return this wrapper at another sampling temperature."""
+        kwargs = {**self.generate_kwargs, "temperature": temperature}
+        return self.get_new_version(generate_kwargs=kwargs)
+
+    def key_of(self, container: str, field: str | None = None) -> NestedKey:
+        """Return the key of a container or its field; a container without a key has its name."""
+        name = getattr(self, f"{container}_key") or container
+        return name if field is None else unravel_key((name, field))
 
     def forward(
         self,
@@ -214,6 +220,23 @@ class LLMWrapperBase(ChatPolicy):
 
     # What ChatPolicy does for a run, with TorchRL's options.
 
+    def records(self, td: TensorDictBase) -> Records | None:
+        """Return the messages of each chat; None without a history."""
+        return self.reader(td).records(td)
+
+    def prompt_ids(self, td: TensorDictBase, records: Records | None = None) -> Sequences:
+        """Return the ids of the prompts, padded left; `records` are td's messages."""
+        reader = self.reader(td)
+        return reader.prompts(td, reader.records(td) if records is None else records)
+
+    def sequences(self, td: TensorDictBase) -> Sequences:
+        """Return the full sequences of td: its ids, else its rendered chats or its texts."""
+        return self.reader(td).sequences(td)
+
+    def mask_at(self, td: TensorDictBase, key: NestedKey) -> Tensor | None:
+        """Return the bool mask [B, T] at a key; None without one."""
+        return self.reader(td).mask_at(td, key)
+
     def reader(self, td: TensorDictBase) -> InputReader:
         """Return the reader of a td; the value at `input_key` may be a container."""
         key = self.in_keys[0]
@@ -226,6 +249,8 @@ class LLMWrapperBase(ChatPolicy):
     def _prompts(self, td: TensorDictBase) -> Prompts:
         """Return each prompt of td [B] n times in a row, [B * n]."""
         prompts = super()._prompts(td)
+        if prompts.records is not None:
+            prompts = replace(prompts, chats=td.get(self.reader(td).key))
         times = self.num_samples or 1
         if times == 1:
             return prompts
@@ -234,24 +259,47 @@ class LLMWrapperBase(ChatPolicy):
         if prompts.records is not None:
             records = [row for row in prompts.records for _ in range(times)]
             chats = History.from_records(records)
-        return Prompts(prompts.ids.repeated(times), streams, chats, records)
+        ids: Any = prompts.ids
+        return Prompts(ids.repeated(times), streams, chats, records)
 
     def _generate(self, prompts: Prompts) -> TensorDictBase:
         """Return n responses to each prompt, [B, n]."""
-        out = super()._generate(prompts)
+        ids, streams = prompts.ids, prompts.streams.cpu()  # [B * n, P], [B * n]
+        sampled = self._calls._draw(ids.tokens, ids.attention, streams)
+        out = self._responses(prompts, sampled)
         times = self.num_samples
         return out if times is None else out.reshape(len(out) // times, times)
 
+    def _containers(self, prompts: Any, sampled: Sampled) -> TensorDict:
+        """Return tokens, masks and log-probs at their keys, dense or ragged."""
+        return self._placed(self._output_format().generated(prompts, sampled), len(sampled.ids))
+
+    def _placed(self, done: dict[type, Any], size: int) -> TensorDict:
+        """Return a td [size] with the containers at their keys, without those that have none."""
+        keys = {Tokens: self.tokens_key, Masks: self.masks_key}
+        keys |= {LogProbs: self.log_probs_key if self.return_log_probs else None}
+        out = TensorDict(batch_size=[size])
+        for kind, container in done.items():
+            if keys[kind] is not None:
+                out.set(keys[kind], container)
+        return out
+
     def _add_chats(self, out: TensorDictBase, prompts: Prompts, sampled: Sampled) -> None:
         """Write texts and histories unless the input is ids."""
-        if self.input_mode != "tokens":
-            super()._add_chats(out, prompts, sampled)
+        if self.input_mode == "tokens":
+            return
+        super()._add_chats(out, prompts, sampled)
+        if self.history_key != "history" and prompts.records is not None:
+            chats = out.pop("history")
+            if self.history_key is not None:
+                out.set(self.history_key, chats)
 
     def _score(
-        self, td: TensorDictBase, seq: Sequences, temperature_key: NestedKey | None
+        self, td: TensorDictBase, seq: Any, temperature_key: NestedKey | None
     ) -> TensorDictBase:
         """Return masks, tokens, log-probs, texts and histories of the full sequences of td."""
-        out = super()._score(td, seq, temperature_key)
+        scores = self._scored(td, seq, temperature_key)  # [B, T]
+        out = self._placed(self._output_format().scored(seq, scores), len(td))
         reader = self.reader(td)
         if self.text_key is not None and self.input_mode != "tokens":
             out.set(self.text_key, self._scored_texts(td, seq, reader))
@@ -259,6 +307,17 @@ class LLMWrapperBase(ChatPolicy):
             chats = ChatHistory(full=td.get(reader.key), batch_size=td.batch_size)
             out.set(self.history_key, chats)
         return out
+
+    def _scored(
+        self, td: TensorDictBase, seq: Any, temperature_key: NestedKey | None = None
+    ) -> Tensor:
+        """Return the log-probs [B, T] of a td's sequences."""
+        return self._calls._log_probs(*self._to_score(td, seq, temperature_key))
+
+    @property
+    def _calls(self) -> Any:
+        """Return the object that has `_draw` and `_log_probs`: with batching the queue."""
+        return self if self._batched is None else self._batched
 
     def _scored_texts(self, td: TensorDictBase, seq: Sequences, reader: InputReader) -> Text:
         """Return the texts of full sequences; the response leaves out its end-of-turn token."""
@@ -290,17 +349,13 @@ class LLMWrapperBase(ChatPolicy):
     ) -> Tensor:
         """Return the log-probs [B, T] of the scorer, or without one of the logits."""
         if self.scorer is not None:
-            return super()._log_probs(tokens, attention, keep, temperature, group_id)
+            args = (tokens, attention, keep, temperature, group_id)
+            return super()._log_probs(*args, **self.scoring_options)
         scale = torch.as_tensor(temperature, device=tokens.device).reshape(-1, 1, 1)  # [B, 1, 1]
         logits = self._logits(tokens, attention).float() / scale  # [B, T, V]
         table = logits.log_softmax(-1)  # [B, T, V]
         values = table.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # [B, T]
         return values.masked_fill(~predicted(attention, keep), 0)
-
-    @property
-    def calls(self) -> Any:
-        """Return the object that has `_draw` and `_log_probs`: with batching the queue."""
-        return self if self._batched is None else self._batched
 
     def _output_format(self) -> OutputFormat:
         layout = None if self.pad_output else self.layout
@@ -437,6 +492,22 @@ class LLMWrapperBase(ChatPolicy):
         """Return the key of the sampled or scored tokens."""
         field = "response" if self.generate else "full"
         return [] if self.tokens_key is None else [self.key_of("tokens", field)]
+
+
+def as_generator(policy: Any, *, input_mode: str = "history", **options: Any) -> Any:
+    """Return the wrapper with these options and inplace=True, as a new version if needed.
+
+    ValueError unless it generates one response per prompt in this mode.
+    """
+    options["inplace"] = True
+    if policy.num_samples is not None or policy.input_mode != input_mode or not policy.generate:
+        raise ValueError(
+            f"collect expects a policy with generate=True, {input_mode=} and num_samples=None, got "
+            f"{policy.generate}, {policy.input_mode!r}, {policy.num_samples}"
+        )
+    if all(getattr(policy, name) == value for name, value in options.items()):
+        return policy
+    return policy.get_new_version(**options)
 
 
 def _check_settings(settings: dict[str, Any], limits: GenerateKwargs) -> None:

@@ -1,1 +1,0 @@
-"""Distributions over classes and over the tokens of a sequence, masked or sparse."""

@@ -1,1 +1,0 @@
-"""The policy as a TensorDict module: of a run, with TorchRL's options, and on each engine."""
