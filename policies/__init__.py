@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from policies.chats.containers import Masks as Masks
     from policies.chats.containers import Text as Text
     from policies.chats.containers import Tokens as Tokens
-    from policies.chats.containers import (
-        _extract_responses_from_full_histories as _extract_responses_from_full_histories,
-    )
     from policies.chats.history import History as History
     from policies.chats.renderer import Renderer as Renderer
     from policies.chats.templates import add_chat_template as add_chat_template
@@ -29,6 +26,9 @@ if TYPE_CHECKING:
     from policies.scorer import Scorer as Scorer
     from policies.scorer import Scores as Scores
     from policies.scorer import ValueNetwork as ValueNetwork
+    from policies.torchrl.conversions import (
+        _extract_responses_from_full_histories as _extract_responses_from_full_histories,
+    )
     from policies.torchrl.masked import MaskedCategorical as MaskedCategorical
     from policies.torchrl.masked import MaskedOneHotCategorical as MaskedOneHotCategorical
     from policies.torchrl.masked import OneHotCategorical as OneHotCategorical

@@ -4,23 +4,19 @@ Rows of different lengths are lazy stacks of one container per row: read them wi
 `get(key, as_list=True)`, `get(key, as_padded_tensor=True, padding_side=, padding_value=)` or
 `get(key, as_nested_tensor=True, layout=)`; `rows` of policies/padding.py also reads dense data and
 stacks of stacks. `padded` is one bool, False for lazy stacks. Fields named full and all masks have
-the shape of `tokens.full`. `to_text`, `to_tokens` and `to_history` return lazy stacks of rows. The
-ids of a rendered history may differ from the sampled ids: score ids.
+the shape of `tokens.full`. No run needs `default_spec`, `to_text`, `to_tokens` and `to_history`;
+their code is in policies/torchrl/. The last three return lazy stacks of rows; the ids of a rendered
+history may differ from the sampled ids: score ids.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import MetaData, TensorClass, lazy_stack
+from tensordict import MetaData, TensorClass
 from torch import Tensor
 
 from policies.chats.history import History
-from policies.chats.messages import PADDING_ROLE, records_of
-from policies.chats.parsing import Format, find_reader
-from policies.chats.renderer import Renderer
-
-FIELDS = ("prompt", "response", "full")
 
 
 def _spec_of(of: Any) -> Any:
@@ -30,7 +26,7 @@ def _spec_of(of: Any) -> Any:
         cls: Any, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
     ) -> Any:
         """Return the spec of a batch of `shape` with `keys`, by default the fields to `padded`."""
-        from policies.torchrl.specs import container_spec  # no run needs a spec
+        from policies.torchrl.specs import container_spec
 
         return container_spec(cls, of, shape=shape, keys=keys)
 
@@ -71,19 +67,10 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
         attention_mask: Tensor | None = None,
     ) -> "Text":
         """Return the decoded tokens. Padded ones need the mask of `full` (ValueError without)."""
-        if self.ndim:
-            masks = [None] * len(self) if attention_mask is None else attention_mask
-            pairs = zip(self.unbind(0), masks, strict=True)
-            return lazy_stack(
-                [r.to_text(tokenizer, skip_special_tokens, attention_mask=m) for r, m in pairs]
-            )
-        fields = _fields(self)
-        if attention_mask is None and self.padded and fields:
-            raise ValueError("expected attention_mask=masks.all_attention_mask for padded tokens")
-        if attention_mask is not None:
-            fields = _unpadded(fields, attention_mask.bool())
-        options = {"skip_special_tokens": skip_special_tokens}
-        return Text(**{k: tokenizer.decode(v.tolist(), **options) for k, v in fields.items()})
+        from policies.torchrl import conversions
+
+        options = {"skip_special_tokens": skip_special_tokens, "attention_mask": attention_mask}
+        return conversions.text_of_tokens(self, tokenizer, into=Text, **options)
 
     def to_history(
         self,
@@ -164,17 +151,10 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
         The prompt ends in a generation prompt, the response is the rest of `full`. A cut response
         is closed. Raises ValueError if full does not start with the prompt.
         """
-        renderer = _renderer(tokenizer, chat_template, chat_template_name)
+        from policies.torchrl import conversions
 
-        def tokens_of(row: Any) -> Tokens:
-            ids = _written(row, lambda messages, **ends: renderer.render(messages, **ends).ids)
-            if row.full is not None:
-                rendered = renderer.render(row.full.messages())
-                pairs = zip(rendered.ids, rendered.assistant, strict=True)
-                ids["assistant"] = [i for i, marked in pairs if marked]
-            return _tokens(ids)
-
-        return _by_row(self, tokens_of)
+        chosen = (chat_template, chat_template_name)
+        return conversions.tokens_of_chats(self, tokenizer, *chosen, into=Tokens)
 
     def to_text(
         self,
@@ -183,8 +163,10 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
         chat_template: str | None = None,
     ) -> "Text":
         """Return the rendered chats as texts; see `to_tokens`."""
-        renderer = _renderer(tokenizer, chat_template, chat_template_name)
-        return _by_row(self, lambda row: Text(**_written(row, renderer.text)))
+        from policies.torchrl import conversions
+
+        chosen = (chat_template, chat_template_name)
+        return conversions.text_of_chats(self, tokenizer, *chosen, into=Text)
 
 
 class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -202,12 +184,9 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
 
     def to_tokens(self, tokenizer: Any) -> Tokens:
         """Return the ids of each text, ragged, without added special tokens."""
+        from policies.torchrl import conversions
 
-        def tokens_of(row: Any) -> Tokens:
-            options = {"add_special_tokens": False}
-            return _tokens({k: tokenizer(v, **options).input_ids for k, v in _fields(row).items()})
-
-        return _by_row(self, tokens_of)
+        return conversions.tokens_of_text(self, tokenizer, into=Tokens)
 
     def to_history(
         self, tokenizer: Any = None, chat_template_name: str | None = None
@@ -217,123 +196,6 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
         A generation prompt at the end of a prompt is no message. The response is the part of
         `full` after the prompt; if either is missing, it is read as if after a generation prompt.
         """
-        read = find_reader(tokenizer, None, chat_template_name)
-        exact = isinstance(read, Format)
+        from policies.torchrl import conversions
 
-        def chat_of(row: Any) -> ChatHistory:
-            texts, done = _fields(row), {}
-            prompt, full = texts.get("prompt"), texts.get("full")
-            if exact and prompt is not None:
-                if full is not None and full.startswith(prompt):
-                    texts["response"] = full[len(prompt) :]
-                texts["prompt"] = prompt.removesuffix(read.prompt)
-            for name, text in texts.items():
-                after_prompt = exact and name == "response"
-                done[name] = _history(read.read_response(text) if after_prompt else read(text))
-            return ChatHistory(**done)
-
-        return _by_row(self, chat_of)
-
-
-def _by_row(container: Any, make: Callable[[Any], Any]) -> Any:
-    """Apply `make` to each row of a container; return a lazy stack."""
-    if container.ndim:
-        return lazy_stack([_by_row(row, make) for row in container.unbind(0)])
-    fields = _fields(container)
-    first = next(iter(fields.values()), None)
-    if not isinstance(first, History) or first.ndim < 2:
-        return make(container)
-    # a ChatHistory without a batch size may hold many chats
-    rows = [{name: history[i] for name, history in fields.items()} for i in range(len(first))]
-    return lazy_stack([_by_row(ChatHistory(**row), make) for row in rows])
-
-
-def _fields(container: Any) -> dict[str, Any]:
-    """Return prompt, response and full, without missing ones."""
-    fields = {name: container.get(name, None) for name in FIELDS}
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _tokens(ids: dict[str, list[int]]) -> Tokens:
-    tensors = {name: torch.tensor(row, dtype=torch.int64) for name, row in ids.items()}
-    return Tokens(**tensors, padded=False)
-
-
-def _renderer(tokenizer: Any, template: str | None, name: str | None) -> Renderer:
-    return tokenizer if isinstance(tokenizer, Renderer) else Renderer(tokenizer, template, name)
-
-
-def _written(chat: Any, render: Callable[..., Any]) -> dict[str, Any]:
-    """Render the histories of one chat as strings or lists of ids.
-
-    The response is the part of `full` after the prompt; ValueError if `full` starts otherwise.
-    """
-    chats = {name: history.messages() for name, history in _fields(chat).items()}
-    done = {}
-    if "prompt" in chats:
-        done["prompt"] = render(chats["prompt"], add_generation_prompt=True)
-    if "full" in chats:
-        done["full"] = render(chats["full"])
-    if "prompt" in chats and "full" in chats:
-        done["response"] = _after(done["prompt"], done["full"])
-    elif "response" in chats:
-        before = chats.get("prompt") or [{"role": "user", "content": "?"}]
-        start = render(before, add_generation_prompt=True)
-        done["response"] = _after(start, render([*before, *chats["response"]]))
-    return done
-
-
-def _after(prompt: Any, full: Any) -> Any:
-    if full[: len(prompt)] != prompt:
-        raise ValueError(f"expected full to start with the prompt {prompt!r:.60}, got {full!r:.60}")
-    return full[len(prompt) :]
-
-
-def _unpadded(fields: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Return a row's ids without padding, by the mask of `full` or of prompt and response [T]."""
-    sizes = {name: len(ids) for name, ids in fields.items()}
-    masks = {"full": mask}
-    if sizes.get("prompt", 0) + sizes.get("response", 0) == len(mask):
-        cut = sizes.get("prompt", 0)
-        masks |= {"prompt": mask[:cut], "response": mask[cut:]}
-    return {name: ids[masks[name]] for name, ids in fields.items()}
-
-
-def _history(value: Any) -> History:
-    return value if isinstance(value, History) else History.from_chats(value)
-
-
-def _extract_responses_from_full_histories(
-    text_full: Sequence[str],
-    prompt_histories: History,
-    chat_template_name: str | None = None,
-    tokenizer: Any = None,
-) -> History:
-    """Return the messages that follow each prompt in the texts, [B, N], padded with role "<none>".
-
-    A missing response becomes an assistant message without content. The template is chosen as in
-    `History.from_text`. Raises RuntimeError if a text holds fewer messages than its prompt.
-    """
-    read = find_reader(tokenizer, None, chat_template_name)
-    pairs = zip(text_full, prompt_histories.chats(), strict=True)
-    responses = [_responses(read, text, prompt) for text, prompt in pairs]
-    size = max(map(len, responses))
-    filler = {"role": PADDING_ROLE, "content": "", "is_complete": True}
-    return History.from_records([row + [filler] * (size - len(row)) for row in responses])
-
-
-def _responses(read: Any, text: str, prompt: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages after the prompt in a text, as records."""
-    if isinstance(read, Format):  # exact for any contents of the prompt
-        begin = read.write(prompt, add_generation_prompt=True)
-        if text.startswith(begin):
-            return read.read_response(text[len(begin) :])
-    records = records_of(_history(read(text)))
-    if records[0]["role"] == "system" != prompt[0]["role"]:
-        records = records[1:]  # the template's default system message
-    if len(records) < len(prompt):
-        raise RuntimeError(
-            f"expected {len(prompt)} messages or more, got {len(records)}: {text!r:.40}"
-        )
-    silent = {"role": "assistant", "content": "", "is_complete": False}
-    return records[len(prompt) :] or [silent]
+        return conversions.chats_of_text(self, tokenizer, chat_template_name, into=ChatHistory)

@@ -13,7 +13,6 @@ import torch
 from tensordict import TensorClass, TensorDict, TensorDictBase, lazy_stack
 
 from policies.chats.messages import checked, columns, records_of, visible
-from policies.chats.parsing import find_reader
 from policies.chats.renderer import Rendered, Renderer
 from policies.padding import pad, pad_mask
 
@@ -74,6 +73,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         >>> history.messages()[1], list(history.is_complete)
         ({'role': 'assistant', 'content': 'Y'}, [True, False])
         """
+        from policies.torchrl.parsing import find_reader  # no run reads texts
+
         read = find_reader(tokenizer, chat_template, chat_template_name)
         if isinstance(text, str):
             chat = read(text)
