@@ -1,4 +1,4 @@
-"""The Python API `trainer.train(model, reward, rows)`: one new run in this process."""
+"""The Python API `conf.api.train(model, reward, rows)`: one new run in this process."""
 
 import gc
 import json
@@ -54,10 +54,10 @@ def train(
     """
     if (mode := overrides.get("mode", "train")) != "train":
         command = f"python train.py mode={mode} resume=<run folder>"
-        raise ValueError(f"trainer.train trains, got mode={mode!r}; run {command}")
+        raise ValueError(f"train trains, got mode={mode!r}; run {command}")
     if resumed := overrides.pop("resume", None):
         command = resume_command(Path(resumed))
-        raise ValueError(f"trainer.train begins a new run; resume {resumed} by: {command}")
+        raise ValueError(f"train begins a new run; resume {resumed} by: {command}")
     if not isinstance(model, str | Path):
         text = f"expected model to be a folder or a hub id, got {type(model).__name__}"
         raise ValueError(f"{text}; save it and its tokenizer by save_pretrained, give the folder")
@@ -127,7 +127,7 @@ def _prepare(words: list[str], folder: Path) -> None:
     write_defaults(folder, composed.hydra)
     for name, node in ("hydra", composed), ("overrides", composed.hydra.overrides.task):
         OmegaConf.save(node, folder / ".hydra" / f"{name}.yaml")
-    prepare(config, folder, compose=compose_experiment)
+    prepare(config, folder, compose=compose_experiment, worker=run.worker)
 
 
 def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str]:

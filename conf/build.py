@@ -243,7 +243,7 @@ def make_observers(cfg: DictConfig, runtime: Any, custom: Iterable[Any]) -> Any:
         live.LiveReport(runtime.folder),
         display.show_run(runtime, cfg.trainer.num_iterations),
     ]
-    if "ipykernel" in sys.modules:  # a notebook, see trainer.train
+    if "ipykernel" in sys.modules:  # a notebook, see conf/api.py
         observers.each.append(live.CellCurves(runtime.folder))
     return observers
 

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from conf.compose import FAULTS, compose_experiment, explain, set_up, write_defaults
 from conf.resume import last_run
+from conf.run import worker
 from conf.schema import FOLDER, all_keys
 from conf.sweep import MULTIRUN, end_sweep, read_job
 from trainer.pages.sweep_jobs import PLAN
@@ -107,12 +108,12 @@ def run(cfg: DictConfig) -> float:
             write_defaults(folder, job)
         if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # of torchrun: this rank becomes a worker
             with locked(folder), run_log(folder):
-                prepare(config, folder, compose=compose)
+                prepare(config, folder, compose=compose, worker=worker)
             os.execv(sys.executable, worker_command(config, folder))
         in_turn = not in_sweep or job.launcher._target_.endswith(".BasicLauncher")
         on_cpu = config["policy"]["device"] == "cpu"
         with reserved_gpus(0 if in_turn or on_cpu else config["launch"]["num_processes"]):
-            objective = start(config, folder, compose=compose)
+            objective = start(config, folder, compose=compose, worker=worker)
     except (ValueError, RuntimeError, OSError) as error:
         print_error(f"{folder.name}: {error}" if in_sweep else error)
         if in_sweep:

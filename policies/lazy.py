@@ -12,11 +12,9 @@ from typing import Any
 
 
 def lazy(
-    package: str, file: str, **others: str
+    package: str, file: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of the package whose `__init__.py` is `file`.
-
-    `others`: names whose module imports this package, mapped to that module.
 
     >>> import envs
     >>> getattr, names, _ = lazy("envs", envs.__file__)
@@ -26,7 +24,6 @@ def lazy(
     blocks = [node for node in ast.parse(Path(file).read_bytes()).body if isinstance(node, ast.If)]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     home = {alias.asname or alias.name: node.module for node in imports for alias in node.names}
-    home |= others
     names = sorted(home)
 
     def load(name: str) -> Any:

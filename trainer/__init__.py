@@ -67,4 +67,4 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer as Trainer
     from trainer.update import Update as Update
 
-__getattr__, __dir__, __all__ = lazy(__name__, __file__, train="conf.api")
+__getattr__, __dir__, __all__ = lazy(__name__, __file__)

@@ -104,7 +104,7 @@ class Registered(RewardFunction):
         """Return the scores of the function."""
         if self.function is not None:
             return self.function.scores(rows, responses)
-        gone = f"{self.name} was given to trainer.train by Python code that has ended"
+        gone = f"{self.name} was given to conf.api.train by Python code that has ended"
         return [Refused(f"{gone}; put it into a file and name that: docs/own_task.md")] * len(rows)
 
 

@@ -139,8 +139,8 @@ def apply_hook(transform: Any, hook: str, spec: Composite) -> Composite:
     The hooks of a Compose are those of its parts, the hook of outputs those of observation, reward
     and done, the hook of inputs those of action and state.
     """
-    if (own := getattr(transform, hook, None)) is not None:
-        return own(spec)
+    if (change := getattr(transform, hook, None)) is not None:
+        return change(spec)
     if isinstance(transform, Compose):
         for part in transform:
             spec = apply_hook(part, hook, spec)

@@ -1,4 +1,4 @@
-"""trainer.train: Hydra reads its words as they were meant, its runs are those of a command."""
+"""train: Hydra reads its words as they were meant, its runs are those of a command."""
 
 import itertools
 import json
@@ -12,8 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from runs import lines
 
-import trainer
-from conf.api import _words
+from conf.api import _words, train
 
 SMALL = {
     "policy": {"max_new_tokens": 4},
@@ -42,7 +41,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def call(reward=length, rows=ASKED, model="tiny", **changed):
-    return trainer.train(model, reward, rows, **{**SMALL, **changed})
+    return train(model, reward, rows, **{**SMALL, **changed})
 
 
 def read_back(words) -> dict:
@@ -105,7 +104,7 @@ REFUSED = [
     ({"rows": Path("rows")}, r"list of rows, got a PosixPath"),
     ({"rows": ["a", None]}, "dataset, row 2: expected a text or an object, got None"),
     ({"output_dir": "."}, "already holds a run"),
-    ({"mode": "chat"}, r"trainer\.train trains, .* mode=chat resume="),
+    ({"mode": "chat"}, r"train trains, .* mode=chat resume="),
     ({"resume": "outputs/old"}, r"python \S*train.py resume=outputs"),
     ({"model": object()}, r"got object; save it .*save_pretrained"),
 ]
@@ -155,6 +154,6 @@ def test_demonstrations_need_no_reward():
     said = {"role": "assistant", "content": "Yes."}
     chats = [{"messages": [{"role": "user", "content": text}, said]} for text in ASKED]
     few = {key: value for key, value in SMALL.items() if key != "algorithm"}
-    run = trainer.train("tiny", None, chats, experiment="sft_own", **few)
+    run = train("tiny", None, chats, experiment="sft_own", **few)
     assert run.status["state"] == "finished"
     assert run.last("loss/total") > 0

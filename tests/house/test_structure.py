@@ -33,6 +33,26 @@ def imports(name: str) -> set[str]:
             assert node.level == 0, "relative imports hide their layer"
             whole = [f"{node.module}.{alias.name}" for alias in node.names]
             names |= {name if name in MODULES else str(node.module) for name in whole}
+        elif isinstance(node, ast.Call):
+            names |= imports_by_string(node)
+    return names
+
+
+def imports_by_string(call: ast.Call) -> set[str]:
+    """Return the modules of import_module("a.b"), runpy and the strings of a lazy face."""
+    function = getattr(call.func, "id", getattr(call.func, "attr", ""))
+    if function == "run_path":
+        return {"train"}  # the one script
+    if function not in ("import_module", "lazy"):
+        return set()
+    names = set()
+    for value in (*call.args, *(keyword.value for keyword in call.keywords)):
+        text = value.values[0] if isinstance(value, ast.JoinedStr) else value
+        start = getattr(text, "value", None)
+        if isinstance(start, str) and value is not text:  # f"trainer.modes.{name}"
+            names |= {name for name in MODULES if name.startswith(start)}
+        elif start in MODULES:
+            names.add(start)
     return names
 
 
@@ -78,11 +98,20 @@ def test_the_loop_imports_no_other_room():
     loop = [name for name in TREES if re.fullmatch(r"trainer/(kl/)?(?!__init__)\w+\.py", name)]
     for name in loop:
         assert not [m for m in imports(name) if m.startswith(tuple(f"trainer.{r}" for r in rooms))]
-    # Only an adapter (a parser) and trainer/torchrl/ use TorchRL's parts of envs/.
-    kinds = r"(train\.py|conf/.*|trainer/(?!torchrl/).*|envs/(?!torchrl/|adapters/).*|policies/.*)"
-    for name in TREES:
-        if re.fullmatch(kinds, name) and not name.endswith("__init__.py"):
-            assert not [module for module in imports(name) if module.startswith("envs.torchrl")]
+
+
+# Methods of TorchRL's API on classes of the road, which import on call.
+ON_CALL = {
+    "policies/chats/containers.py": {"policies.torchrl.specs", "policies.torchrl.conversions"},
+    "policies/chats/history.py": {"policies.torchrl.specs", "policies.torchrl.parsing"},
+    "envs/tools/calling.py": {"policies.torchrl.specs"},
+    "envs/adapters/verifiers_env.py": {"envs.torchrl.tool_parsers"},
+}
+
+
+@pytest.mark.parametrize("name", [n for n in TREES if not re.search("/torchrl/|__init__", n)])
+def test_nothing_outside_torchrls_rooms_stands_on_them(name):
+    assert {m for m in imports(name) if ".torchrl" in m} == ON_CALL.get(name, set())
 
 
 @pytest.mark.parametrize("package", PACKAGES)

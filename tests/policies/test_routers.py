@@ -13,7 +13,7 @@ from steps import Record, double_policy, gradient, make_update
 from tensordict import TensorDict
 from torch import Tensor
 
-import trainer
+from conf.api import train
 from policies.load import load_policy
 from policies.torchrl.transformers_wrapper import TransformersWrapper
 from trainer import SFTObjective
@@ -123,7 +123,7 @@ def test_experts_are_used_more_evenly_with_the_key(algorithm, tmp_path, monkeypa
         keys = {"algorithm.router_coeff": coeff, "optimizer.lr": 3e-3, "policy.max_new_tokens": 8}
         keys |= {"trainer.num_iterations": 8, "trainer.prompts_per_iteration": 4}
         keys |= {"eval.num_samples": 0, "eval.greedy": False, "launch.threads": 1}
-        run = trainer.train(model, reward, rows, experiment=f"{algorithm}_own", **keys)
+        run = train(model, reward, rows, experiment=f"{algorithm}_own", **keys)
         return [row["loss/router"] / coeff for row in run.metrics[1:]]
 
     off, on = imbalances(1e-9), imbalances(1.0)

@@ -7,14 +7,13 @@ its status.json has an iteration.
 import json
 import os
 import platform
-import runpy
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,7 @@ from trainer.runs.run_log import TERMINAL, run_log
 RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 RANK |= {"PYTHONOPTIMIZE", "SLURM_STEP_ID"}
 STOPPED = 143  # exit code of a rank that stopped on request
+Worker = Callable[..., int]  # from the words after --worker to an exit code
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RANK_EXIT_SECONDS = 30  # a rank that waits for a dead rank may never return (NCCL)
 
@@ -53,22 +53,22 @@ class Interrupted(SystemExit):
     """A signal stopped the run; its sweep stops too."""
 
 
-def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
+def start(config: dict[str, Any], folder: Path, *, compose: Compose, worker: Worker) -> float:
     """Run one job after its warm-up; return the metric of a sweep.
 
-    It runs in fresh processes, or in this process with launch.in_process.
+    It runs in fresh processes, or by `worker` in this process with launch.in_process.
     ValueError if another run holds the folder, which then stays unchanged. A new run that is
     refused before it began leaves no file.
     """
     with locked(folder), run_log(folder):
         lock_folder(folder, RANK0).release()  # waits for the rank 0 of a killed launcher
         try:
-            prepare(config, folder, compose=compose)
+            prepare(config, folder, compose=compose, worker=worker)
             ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
             ranks = 1 if config.get("preflight_gpu") else ranks  # a dry run
             command = worker_command(config, folder)
             if config["launch"].get("in_process"):
-                status = run_in_process(command, folder, threads=threads)
+                status = run_in_process(worker, command, folder, threads=threads)
             else:
                 status = run(command, folder, ranks=ranks, threads=threads)
             return float(status["objective"])
@@ -88,7 +88,7 @@ def start(config: dict[str, Any], folder: Path, *, compose: Compose) -> float:
             raise
 
 
-def prepare(config: dict[str, Any], folder: Path, *, compose: Compose) -> None:
+def prepare(config: dict[str, Any], folder: Path, *, compose: Compose, worker: Worker) -> None:
     """Write config.yaml into a run folder, after the warm-up that it needs.
 
     An identical file is not rewritten.
@@ -96,7 +96,7 @@ def prepare(config: dict[str, Any], folder: Path, *, compose: Compose) -> None:
 
     def train_first(warm_up: dict[str, Any], place: Path) -> None:
         check_parts([config])
-        start(warm_up, place, compose=compose)
+        start(warm_up, place, compose=compose, worker=worker)
 
     def resolve(node: Any) -> Any:  # experiment:<name> may occur at any depth
         if isinstance(node, dict):
@@ -161,12 +161,14 @@ def run(
         return _end(folder, code, signals, who=who)
 
 
-def run_in_process(command: Sequence[str], folder: Path, *, threads: int | None) -> dict[str, Any]:
-    """Run the worker command in this process, for a debugger; results and errors as in `run`."""
+def run_in_process(
+    worker: Worker, command: Sequence[str], folder: Path, *, threads: int | None
+) -> dict[str, Any]:
+    """Run a worker command in this process, for a debugger; results and errors as in `run`."""
     os.environ["LEASH_PARENT"] = ""  # `_end` reports the result
     os.environ["OMP_NUM_THREADS"] = str(threads_of_a_rank(threads, 1))
     with _caught_signals(at_once=True) as signals:  # until the run installs its handlers
-        code = runpy.run_path(str(SCRIPT))["worker"](*command[command.index("--worker") + 1 :])
+        code = worker(*command[command.index("--worker") + 1 :])
     reason = read_status(folder).get("reason")
     signals = signals or [kind for kind in SIGNALS if reason == stop_reason(kind)]
     return _end(folder, code, signals, who="the process")

@@ -1,0 +1,24 @@
+"""The road: what a run loads. TorchRL's rooms stand beside it."""
+
+import json
+import subprocess
+import sys
+
+from runs import ROOT
+
+RUN = """
+import sys, train
+sys.argv = ["train.py", "experiment=grpo_tiny", "policy.model=tiny", "trainer.num_iterations=1"]
+sys.argv += ["trainer.prompts_per_iteration=2", "algorithm.group_size=2", "eval.every=0"]
+sys.argv += ["policy.max_new_tokens=4", "launch.in_process=true", "output_dir=" + {folder!r}]
+assert train.main() == 0
+import json; print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_a_run_loads_nothing_of_torchrls_rooms(tmp_path):
+    code = RUN.format(folder=str(tmp_path / "run"))
+    out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    loaded = json.loads(out.splitlines()[-1])
+    assert "trainer.update" in loaded
+    assert not [name for name in loaded if ".torchrl" in name]
