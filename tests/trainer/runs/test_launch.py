@@ -14,6 +14,7 @@ from runs import ROOT
 
 from conf.cli import expand
 from conf.compose import compose_checked, compose_experiment
+from conf.run import worker
 from envs.rewards.trl_function import register
 from trainer.runs.experiment_models import cache_folder, resolve_experiment
 from trainer.runs.folders import unique_folder
@@ -217,7 +218,7 @@ def test_the_rank_0_of_a_launcher_that_was_killed_locks_the_folder(tmp_path, mon
     with locked_by_rank(tmp_path):
         assert not is_free(tmp_path)
         with pytest.raises(ValueError, match="still running"):
-            start_run({}, tmp_path, compose=lambda _: {})
+            start_run({}, tmp_path, compose=lambda _: {}, worker=worker)
     assert is_free(tmp_path)
 
 
@@ -299,7 +300,7 @@ def test_a_signal_stops_a_run_in_this_process_too(tmp_path, monkeypatch, number,
     words += ["eval.every=0", "+env.rewards.stop={_target_: envs.rewards.Registered, name: stop}"]
     try:
         with pytest.raises(SystemExit) as stopped:
-            start_run(compose_checked(words), tmp_path, compose=compose_experiment)
+            start_run(compose_checked(words), tmp_path, compose=compose_experiment, worker=worker)
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
