@@ -16,10 +16,9 @@ from conf.resume import last_run
 from conf.run import worker
 from conf.schema import FOLDER, all_keys
 from conf.sweep import MULTIRUN, end_sweep, read_job
-from trainer.pages.sweep_jobs import PLAN
 from trainer.runs.discover import nothing_left
 from trainer.runs.failures import TRACEBACKS, print_error, say
-from trainer.runs.folders import TEMPORARY, is_main_rank, quoted
+from trainer.runs.folders import PLAN, TEMPORARY, is_main_rank, quoted
 from trainer.runs.launch import STOPPED, Interrupted, prepare, start, worker_command
 from trainer.runs.lock import locked, reserved_gpus
 from trainer.runs.run_files import read_status, read_yaml

@@ -23,11 +23,9 @@ from conf.compose import FAULTS, checked, explain, hide_secrets, is_temporary
 from conf.modes import configure
 from conf.resume import job_config, resumed
 from policies.cache import write_text
-from trainer.pages.sweep_jobs import PLAN, load_sweep, results
-from trainer.pages.sweep_page import write_sweep
 from trainer.runs.discover import nothing_left
 from trainer.runs.failures import print_error, say
-from trainer.runs.folders import holds_run, is_main_rank, quoted
+from trainer.runs.folders import PLAN, holds_run, is_main_rank, quoted
 from trainer.runs.launch import Interrupted, check_parts
 from trainer.runs.lock import lock_folder
 from trainer.runs.redact import redact, redact_text
@@ -56,7 +54,7 @@ class SweepCallback(Callback):
             plan = {"words": [*map(redact_text, words)], "jobs": _name_jobs(config, folder)}
             lock = lock_folder(folder)
             write_text(folder / PLAN, json.dumps({**plan, "ended": False}, indent=1))
-            page = write_sweep(folder)
+            page = _write_page(folder)
         OPEN[:] = [(folder, lock)]
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stop)
@@ -66,7 +64,7 @@ class SweepCallback(Callback):
         """Rewrite the page of the sweep."""
         if config.hydra.mode == RunMode.MULTIRUN:
             with suppress(OSError):  # a full disk
-                write_sweep(config.hydra.sweep.dir)
+                _write_page(Path(config.hydra.sweep.dir))
 
 
 def end_sweep() -> None:
@@ -75,15 +73,23 @@ def end_sweep() -> None:
         try:
             _note_end(folder)
             hide_secrets(folder)  # of multirun.yaml
-            page = f"sweep    {write_sweep(folder)}"
+            page = f"sweep    {_write_page(folder)}"
         except (*FAULTS, OSError) as error:  # a full disk
             print_error(ValueError(explain(error)))
             page = ""
         finally:
             lock.release()
+        from trainer.pages.sweep_jobs import load_sweep, results
+
         for line in filter(None, [*results(load_sweep(folder)), page]):
             say(line)
     OPEN.clear()
+
+
+def _write_page(folder: Path) -> Path:
+    from trainer.pages.sweep_page import write_sweep  # one run has no such page
+
+    return write_sweep(folder)
 
 
 def _note_end(folder: Path) -> None:

@@ -9,6 +9,7 @@ reference: sampled before training (eval.frontier) or later (mode=frontier), see
 import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -22,8 +23,8 @@ from policies.protocols import Generator
 from policies.random import fold
 from policies.scorer import LOCAL, placement_of
 from trainer.collect import collect
-from trainer.kl.efficiency import Efficiency, merged, name_of_training, scores_by_row
-from trainer.kl.frontier import FILE
+from trainer.kl import FRONTIER_FILE
+from trainer.metrics import name_of_training, scores_by_row
 from trainer.runtime import Runtime
 from trainer.transcripts import transcript
 
@@ -66,7 +67,7 @@ class Evaluate:
         self.placements = placement_of(generator), placement_of(retrieve_kl)
         wanted = ("sampled", num_samples, temperature), ("greedy", int(greedy), 0.0)
         self.plans = [self.plan(*each) for each in wanted if each[1]]
-        self.efficiency = Efficiency(frontier, runtime.folder / FILE) if frontier else None
+        self.efficiency = _efficiency(frontier, runtime.folder / FRONTIER_FILE)
         self.beside = self._of_training(train_rows, frontier) if train_rows else None
 
     def _of_training(self, rows: int, frontier: int) -> "Evaluate":
@@ -74,8 +75,7 @@ class Evaluate:
         other = copy(self)
         other.set_rows(_draw(self.task, self.task.rows("train"), rows))
         other.beside = None
-        if frontier:
-            other.efficiency = Efficiency(frontier, self.runtime.folder / TRAIN_FILE)
+        other.efficiency = _efficiency(frontier, self.runtime.folder / TRAIN_FILE)
         return other
 
     def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
@@ -120,7 +120,7 @@ class Evaluate:
         with self.placements[0].gather():  # samplers' steps differ by rank
             scores, records = self._play(iteration, kind, on_progress, on_batch)
         if efficiency is not None:
-            responses = merged(self.runtime, efficiency.responses)
+            responses = self.runtime.merge_rows(efficiency.responses)
             scores |= efficiency(scores, len(self.rows), responses)
         if self.beside is not None:
             about = f"evaluating {self.beside.about}, of training"
@@ -132,7 +132,7 @@ class Evaluate:
             scores |= {name_of_training(name): value for name, value in more.items()}
         return scores, records
 
-    def _sample_reference(self, efficiency: Efficiency, on_progress: Callable[..., None]) -> None:
+    def _sample_reference(self, efficiency: Any, on_progress: Callable[..., None]) -> None:
         """Sample the untrained policy; calls `on_progress(fraction, label)`."""
         label = f"sampling the reference: {len(self.rows)} prompts x {efficiency.samples} samples"
         responses = sample(self, efficiency.samples, lambda fraction: on_progress(fraction, label))
@@ -271,6 +271,15 @@ def _draw(task: Task, rows: Sequence[dict[str, Any]], count: int | None) -> list
     return [rows[place] for place in chosen]
 
 
+def _efficiency(samples: int, path: Path) -> Any:
+    """Return what judges an evaluation by samples of the reference; None without samples."""
+    if not samples:
+        return None
+    from trainer.kl.efficiency import Efficiency  # few runs sample the reference
+
+    return Efficiency(samples, path)
+
+
 def sample(
     play: Evaluate,
     samples: int,
@@ -294,7 +303,7 @@ def sample(
     player.prompts_per_batch = max(1, size)
     player.placements = (play.placements[0], LOCAL)  # no KL is measured
     player(0, on_progress=on_progress, on_batch=on_batch)
-    rows = merged(play.runtime, scores)
+    rows = play.runtime.merge_rows(scores)
     reward = [[round(value, 6) for value in each["reward"]] for each in rows.values()]
     success = [each["success"] for each in rows.values()]
     if not rows:

@@ -1,4 +1,4 @@
-"""Before the first iteration: name the data, drop rows that are too long for the model.
+"""Before the first iteration: name the data, drop rows too long for the model, look for ends.
 
 Prompts must fit policy.max_prompt_tokens and, with policy.max_new_tokens, the model's positions;
 demonstrations and preferences the positions. Rows whose bytes already fit are not rendered. The
@@ -12,12 +12,15 @@ from itertools import islice
 from random import Random
 from typing import Any
 
+from tensordict import TensorDictBase
+
 from envs.data import LazyRows, is_listed
 from envs.tasks.task import Row, assistant, naming
 from policies.chats.renderer import Renderer
 from policies.scorer import max_positions
 from trainer.trainer import Trainer
 
+WRITES_END = "set policy.chat_template=<a template that writes one after a response>"
 PAUSE = 10.0  # seconds between two messages of progress
 SAMPLE = 64  # random rows: if none of them fits, the run ends
 
@@ -125,3 +128,32 @@ def drop_long_rows(loop: Trainer) -> list[str]:
         messages.append(f"{text}; dropped")
         setattr(part, "rows", shorter) if name == "train" else part.set_rows(shorter)
     return messages
+
+
+def find_unlearnt_end(loop: Trainer) -> list[str]:
+    """Return a message if no token, or no end of a turn, is learnt in an SFT run's first batch."""
+    if getattr(loop.source, "reads_rows", "") != "demonstrations":
+        return []
+    batch = loop.source(0)
+    empty, ended = count_ends(batch, loop.policy.stop_ids)
+    if ended:
+        return []
+    if empty == len(batch):
+        return [
+            "no row of the first batch has a token to learn; see weight and train of its messages"
+        ]
+    name = loop.policy.renderer.name
+    return [
+        f"{name}: no demonstration ends by a learnt end of turn, so the model may not learn to "
+        f"stop; {WRITES_END}"
+    ]
+
+
+def count_ends(batch: TensorDictBase, stop_ids: frozenset[int]) -> tuple[int, int]:
+    """Count the rows without a learnt token, and those whose last learnt token is a stop id."""
+    mask, ids = batch.get("loss_mask"), batch.get(("tokens", "full"))  # [B, T]
+    places = mask.int().cumsum(-1).argmax(-1)  # [B] the last learnt token
+    last = ids.gather(-1, places.unsqueeze(-1)).squeeze(-1).tolist()
+    learns = mask.any(-1).tolist()
+    ended = sum(some and token in stop_ids for some, token in zip(learns, last, strict=True))
+    return learns.count(False), ended

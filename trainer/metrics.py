@@ -141,3 +141,31 @@ def explained_variance(sums: dict[str, float]) -> float:
     left = sums["ee"] / count - (sums["e"] / count) ** 2
     floor = 1e-12 * sums["yy"] / count  # rounding error of equal returns
     return 1 - left / total if total > floor else math.nan
+
+
+def name_of_training(name: str) -> str:
+    """Return the name of a metric for training rows.
+
+    >>> name_of_training("eval/reward"), name_of_training("kl/efficiency")
+    ('eval_train/reward', 'kl/efficiency_train')
+    """
+    family, _, rest = name.partition("/")
+    return f"eval_train/{rest}" if family == "eval" else f"kl/{rest}_train"
+
+
+def scores_by_row(batch: TensorDictBase, rows: list[int]) -> dict[int, dict[str, list]]:
+    """Return reward, success and KL (if measured) of the responses to each row, by row.
+
+    Dropped rows are left out.
+    """
+    values = {"reward": in_float64(batch.get("reward_raw")).sum(-1)}  # each [B]
+    values["success"] = batch.get("success").int()
+    if (kl := batch.get("kl_penalty", None)) is not None:
+        values["kl"] = (in_float64(kl) * batch.get(("masks", "all_response_mask"))).sum(-1)
+    table = {name: value.view(len(rows), -1).tolist() for name, value in values.items()}
+    dropped = batch.get("dropped").view(len(rows), -1)[:, 0].tolist()  # by full groups
+    return {
+        row: {name: column[i] for name, column in table.items()}
+        for i, row in enumerate(rows)
+        if not dropped[i]
+    }

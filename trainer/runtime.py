@@ -149,6 +149,10 @@ class Runtime:
         torch.distributed.all_gather_object(out, value)
         return out
 
+    def merge_rows(self, by_row: dict[int, Any]) -> dict[int, Any]:
+        """Return the rows of all ranks in order."""
+        return dict(sorted(item for part in self.gather(by_row) for item in part.items()))
+
     def local_slice(self, size: int) -> slice:
         """Return this rank's slice of `size` items; ValueError if ranks do not divide it."""
         if size % self.ranks:

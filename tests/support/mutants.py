@@ -322,7 +322,7 @@ EPOCHS = every_epoch_has_an_order_of_its_own
 WITHOUT_ADAPTER = with_the_adapter_off_it_is_the_start_policy
 DIST, SAMPLE = (
     "policies.token_distribution",
-    "policies.torchrl.transformers_wrapper:sample",
+    "policies.transformers_policy:sample",
 )
 RENDERER = "policies.chats.renderer:Renderer"
 KL, LEASH, GAE = "envs.transforms.kl:KLComputation", "trainer.kl.leash:Leash", "trainer.gae:gae"

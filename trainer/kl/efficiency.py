@@ -12,10 +12,9 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from policies.cache import write_text
-from policies.random import in_float64
 from trainer.kl.frontier import ACCURACY, EVAL_KL, Frontier, efficiency_error, read_frontier
 from trainer.kl.split import split
-from trainer.runtime import Runtime
+from trainer.metrics import scores_by_row
 
 NAMES = "reward", "success", "kl"  # of a response
 
@@ -75,36 +74,3 @@ class Efficiency:
         if metric == ACCURACY:
             out |= split(value, kl, self.frontier.success, efficiency * scores[EVAL_KL])
         return out
-
-
-def name_of_training(name: str) -> str:
-    """Return the name of a metric for training rows.
-
-    >>> name_of_training("eval/reward"), name_of_training("kl/efficiency")
-    ('eval_train/reward', 'kl/efficiency_train')
-    """
-    family, _, rest = name.partition("/")
-    return f"eval_train/{rest}" if family == "eval" else f"kl/{rest}_train"
-
-
-def scores_by_row(batch: TensorDictBase, rows: list[int]) -> dict[int, dict[str, list]]:
-    """Return reward, success and KL (if measured) of the responses to each row, by row.
-
-    Dropped rows are left out.
-    """
-    values = {"reward": in_float64(batch.get("reward_raw")).sum(-1)}  # each [B]
-    values["success"] = batch.get("success").int()
-    if (kl := batch.get("kl_penalty", None)) is not None:
-        values["kl"] = (in_float64(kl) * batch.get(("masks", "all_response_mask"))).sum(-1)
-    table = {name: value.view(len(rows), -1).tolist() for name, value in values.items()}
-    dropped = batch.get("dropped").view(len(rows), -1)[:, 0].tolist()  # by full groups
-    return {
-        row: {name: column[i] for name, column in table.items()}
-        for i, row in enumerate(rows)
-        if not dropped[i]
-    }
-
-
-def merged(runtime: Runtime, by_row: dict[int, Any]) -> dict[int, Any]:
-    """Return the rows of all ranks in order."""
-    return dict(sorted(item for part in runtime.gather(by_row) for item in part.items()))

@@ -29,7 +29,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 ACCURACY, EVAL_REWARD, EVAL_KL = "eval/sampled_accuracy", "eval/reward", "eval/kl_ref_sequence"
-FILE = "frontier.json"  # of a run or a sweep: samples of the reference
 Array = NDArray[np.float64]
 NUM_POINTS = 80  # of a curve
 COEFFS = np.geomspace(30.0, 1 / 300, NUM_POINTS)  # of a curve, in units of the rewards' spread

@@ -8,8 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.length_filter import drop_long_rows, name_unused
-from trainer.modes.preflight.tokens import find_unlearnt_end
+from trainer.length_filter import drop_long_rows, find_unlearnt_end, name_unused
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

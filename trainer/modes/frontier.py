@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from policies.cache import write_text
-from trainer.evaluation import FILE, sample
+from trainer.evaluation import sample
+from trainer.kl import FRONTIER_FILE
 from trainer.trainer import Trainer
 
 
 def run(loop: Trainer, settings: dict[str, Any]) -> float:
     """Sample the reference and write frontier.json; dropped rows are left out."""
     samples = settings["eval"]["num_samples"]
-    path = Path(settings["output_dir"]).expanduser() / FILE
+    path = Path(settings["output_dir"]).expanduser() / FRONTIER_FILE
     loop.observers.say(f"sampling the reference: {loop.evaluate.about}")
     rewards = sample(loop.evaluate, samples, temperature=settings["kl"]["reference_temperature"])
     if not loop.runtime.is_main:
@@ -27,5 +28,5 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     about = {"model": loop.policy.files.sha256, "samples": samples}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps({**about, **rewards}))
-    loop.observers.say(f"written    {FILE}")
+    loop.observers.say(f"written    {FRONTIER_FILE}")
     return 0.0

@@ -16,11 +16,11 @@ from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from trainer.kl import FRONTIER_FILE
 from trainer.kl.frontier import (
     ACCURACY,
     EVAL_KL,
     EVAL_REWARD,
-    FILE,
     MIN_KL,
     Curve,
     Frontier,
@@ -308,7 +308,7 @@ def sample_frontier(folder: Path, samples: int) -> None:
             "to evaluate, got others; name one of them"
         )
     run = next((job.run.folder for job in jobs if job.run.metrics), jobs[0].run.folder)
-    known = read_frontier(folder / FILE) if (folder / FILE).is_file() else None
+    known = read_frontier(folder / FRONTIER_FILE) if (folder / FRONTIER_FILE).is_file() else None
     if known is not None and known.success.shape[1] >= samples and has_same_rows(known, run):
         return  # the existing samples are at least as precise
     with TemporaryDirectory(dir=folder, prefix=".frontier") as aside:  # a job may have its own file
@@ -317,4 +317,4 @@ def sample_frontier(folder: Path, samples: int) -> None:
         command = [sys.executable, str(SCRIPT), *words, f"output_dir={hydra_path(Path(aside))}"]
         if code := subprocess.run(command, check=False).returncode:
             raise ValueError(f"{run} was not sampled: see above (exit code {code})")
-        (Path(aside) / FILE).replace(folder / FILE)
+        (Path(aside) / FRONTIER_FILE).replace(folder / FRONTIER_FILE)

@@ -17,16 +17,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trainer.kl.frontier import ACCURACY, EVAL_KL, EVAL_REWARD, FILE, Frontier, read_frontier
+from trainer.kl import FRONTIER_FILE
+from trainer.kl.frontier import ACCURACY, EVAL_KL, EVAL_REWARD, Frontier, read_frontier
 from trainer.pages.formats import leaves, nats, one_line, short
 from trainer.pages.summary import hydra_path, repeat_command
 from trainer.runs.discover import find_jobs
-from trainer.runs.folders import program
+from trainer.runs.folders import PLAN, program
 from trainer.runs.lock import is_free
 from trainer.runs.redact import redact, redact_text
 from trainer.runs.run_files import PLACES, Run, dig, is_sweep, load_run, number, read_yaml
 
-PLAN = "sweep.json"  # the words of a sweep, the folders of its jobs, and whether it has ended
 OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
 EFFICIENCY, DRIFT = "kl/efficiency", "kl/behaviour"
 COLUMNS = {"objective": (OBJECTIVE, short), "reward": (REWARD, short), "KL": (KL, nats)}
@@ -317,7 +317,8 @@ def find_frontier(folder: Path) -> Frontier | None:
     None if it has other held-out rows than the run evaluates.
     """
     around = [parent for parent in folder.resolve().parents[:3] if is_sweep(parent)]
-    path = next((p / FILE for p in (folder, *around) if (p / FILE).is_file()), None)
+    files = [place / FRONTIER_FILE for place in (folder, *around)]
+    path = next((path for path in files if path.is_file()), None)
     frontier = _read(path, path.stat().st_mtime_ns) if path else None
     return frontier if frontier and has_same_rows(frontier, folder) else None
 

@@ -17,9 +17,9 @@ from runs import lines
 from small_runs import IN_ITERATION_2, Counted, Unjudged, stop, train
 
 from envs.tasks.task import Response
+from trainer.kl import FRONTIER_FILE
 from trainer.kl.efficiency import Efficiency
 from trainer.kl.frontier import (
-    FILE,
     ConfidenceBand,
     best_of,
     efficiency_error,
@@ -246,7 +246,7 @@ def test_points_stand_at_the_kl_of_the_responses_that_they_are_of_below_the_fron
     beyond = Page(write_report(tmp_path / "kl.coeff=0")).texts
     assert any("it lies beyond the end of the line. The line comes from" in t for t in beyond)
     scores = {"eval/sampled_accuracy": ACCURACY, "eval/kl_ref_sequence": 2 * LEAST}
-    judge = Efficiency(512, tmp_path / FILE)
+    judge = Efficiency(512, tmp_path / FRONTIER_FILE)
     assert judge(scores, 3, {}) == {"kl/efficiency": pytest.approx(0.5, abs=0.01)}
     assert judge(scores, 4, {}) == {}, "those samples say nothing of more rows"
 
@@ -300,7 +300,7 @@ def test_the_samples_of_a_frontier_are_those_of_the_tempered_reference(tmp_path)
         sample_reference(loop, settings | {"eval": {"num_samples": 512}})
 
     train(tmp_path / "run", change=change)
-    found = np.mean(json.loads((tmp_path / FILE).read_text())["reward"], 1)
+    found = np.mean(json.loads((tmp_path / FRONTIER_FILE).read_text())["reward"], 1)
     texts = [
         policy.tokenizer.decode([i], skip_special_tokens=True)
         for i in range(policy.model.vocab_size)

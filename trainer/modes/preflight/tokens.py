@@ -5,6 +5,7 @@ from itertools import groupby
 from rich.text import Text
 from tensordict import TensorDictBase
 
+from trainer.length_filter import WRITES_END, count_ends
 from trainer.modes.preflight.profile import Findings
 from trainer.trainer import Trainer
 from trainer.transcripts import token_texts
@@ -13,7 +14,6 @@ SHOWN = 2  # rows; for rollouts the first of two groups
 WIDTH = 63  # letters of a line of text
 HALF = 300  # letters that are shown of each end of a longer run
 FIRST, LAST = 8, 4  # ids of a run that are shown
-WRITES_END = "set policy.chat_template=<a template that writes one after a response>"
 
 
 def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> None:
@@ -49,25 +49,6 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
         )
 
 
-def find_unlearnt_end(loop: Trainer) -> list[str]:
-    """Return a message if no token, or no end of a turn, is learnt in an SFT run's first batch."""
-    if getattr(loop.source, "reads_rows", "") != "demonstrations":
-        return []
-    batch = loop.source(0)
-    empty, ended = count_ends(batch, loop.policy.stop_ids)
-    if ended:
-        return []
-    if empty == len(batch):
-        return [
-            "no row of the first batch has a token to learn; see weight and train of its messages"
-        ]
-    name = loop.policy.renderer.name
-    return [
-        f"{name}: no demonstration ends by a learnt end of turn, so the model may not learn to "
-        f"stop; {WRITES_END}"
-    ]
-
-
 def table(ids: list[int], texts: list[str], mask: list[bool]) -> list[Text]:
     """Render a row as lines of text and one of ids for each run of learnt or unlearnt tokens."""
     runs = [list(run) for _, run in groupby(range(len(mask)), key=mask.__getitem__)]
@@ -86,13 +67,3 @@ def table(ids: list[int], texts: list[str], mask: list[bool]) -> list[Text]:
             numbers = [*numbers[:FIRST], "...", *numbers[-LAST:]]
         out.append(Text(f"{'ids':>13} {' '.join(numbers)}", style=style))
     return out
-
-
-def count_ends(batch: TensorDictBase, stop_ids: frozenset[int]) -> tuple[int, int]:
-    """Count the rows without a learnt token, and those whose last learnt token is a stop id."""
-    mask, ids = batch.get("loss_mask"), batch.get(("tokens", "full"))  # [B, T]
-    places = mask.int().cumsum(-1).argmax(-1)  # [B] the last learnt token
-    last = ids.gather(-1, places.unsqueeze(-1)).squeeze(-1).tolist()
-    learns = mask.any(-1).tolist()
-    ended = sum(some and token in stop_ids for some, token in zip(learns, last, strict=True))
-    return learns.count(False), ended
