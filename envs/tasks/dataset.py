@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from envs.answers.choices import chosen_letter
-from envs.answers.extraction import final_answer
+from envs.answers.extraction import extract_answer
 from envs.chat_rows import load_chats
 from envs.data import map_rows
 from envs.tasks.task import Response, Reward, Row, Split, Task
@@ -87,11 +87,12 @@ def _demonstration(row: Row) -> Row:
 
 
 def right_answers(row: Row) -> list[str]:
-    """Return the right answers of a row, without what stands before their marks.
+    """Return the right answers of a row, without thoughts and what stands before their marks.
 
     ValueError for a row that has none which a text can equal: a call, unit tests, an empty text.
     """
-    finals = [final_answer(answer) for answer in row.get("answers", [row["answer"]])]
+    answers = row.get("answers", [row["answer"]])
+    finals = [extract_answer(answer)[0] for answer in answers]
     tests = all(name in finals[0] for name in ('"inputs"', '"outputs"'))
     if row.get("response", {}).get("tool_calls") or tests:
         got = "unit tests" if tests else "a call of a tool"

@@ -48,7 +48,7 @@ def test_a_choice_earns_by_its_letter_or_text_and_words_do_not(tmp_path, task, r
 
 @pytest.mark.parametrize("task", [Answers, MathWords, MathProblems])
 def test_each_of_several_right_answers_earns(tmp_path, task):
-    made = task_of(tmp_path / "d.jsonl", task, ["7", "12"])
+    made = task_of(tmp_path / "d.jsonl", task, ["<think>13</think>7", "12"])
     said = r"\boxed{{{}}}" if task is MathProblems else "{}"
     assert [earned(made, said.format(n)) for n in (7, 12, 13)] == [1, 1, 0]
 
