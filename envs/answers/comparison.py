@@ -85,8 +85,8 @@ def holds_words(answer: str, right: str) -> bool:
     words, target = [list(map(_plain_word, _spell(text).split())) for text in (answer, right)]
     if target in (["a"], ["i"]):
         before, behind = r"\b(?:option|choice|answer is:?) ", r"(?:\W*$|[*\"'`]*[).:,\]*])"
-        found = re.search(rf"\b{target[0]}{behind}|{before}{target[0]}\b", answer, re.IGNORECASE)
-        return found is not None
+        pattern = rf"\b{target[0]}{behind}|{before}{target[0]}\b"
+        return re.search(pattern, answer, re.IGNORECASE) is not None
     places = range(len(words) - len(target) + 1) if target else ()
     return any(words[i] == target[0] and words[i : i + len(target)] == target for i in places)
 
@@ -124,9 +124,12 @@ def same_mathematics(answer: str, solution: str, *, symbolic: bool = False) -> b
 def _spell(text: str) -> str:
     """Return a text without case, emphasis, quotes and LaTeX's spacing; one spelling a sign."""
     if not text.isascii():
-        kept = [unicodedata.decomposition(c).startswith(POWERS) for c in text]
-        pairs = zip(text, kept, strict=True)
-        text = "".join(c if keep else unicodedata.normalize("NFKC", c) for c, keep in pairs)
+        text = "".join(
+            c
+            if unicodedata.decomposition(c).startswith(POWERS)
+            else unicodedata.normalize("NFKC", c)
+            for c in text
+        )
         text = unicodedata.normalize("NFC", text).translate(SAME)
     if "\\" in text:  # \Delta is not \delta
         text = TEXT.sub(r"\1", text.replace("{,}", ",").replace("\\ ", " "))

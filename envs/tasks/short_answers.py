@@ -1,6 +1,7 @@
 """Questions whose right answer is a short text: yes, Paris, 42."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from envs.answers.comparison import holds_words, plain, similarity
@@ -9,6 +10,7 @@ from envs.tasks.dataset import DatasetTask
 from envs.tasks.task import Response, Reward, Row
 
 MATCHES = ("exact", "words", "normalised", "fuzzy")
+LOOSER = {"exact": ("normalised", "words"), "normalised": ("words",), "fuzzy": ("words",)}
 
 
 class Answers(DatasetTask):
@@ -64,3 +66,12 @@ class Answers(DatasetTask):
         same = {"words": holds_words, "exact": str.__eq__}.get(self.match)
         correct = same(answer, right) if same else plain(answer) == plain(right)
         return Reward(float(correct), {"correct": float(correct)}, success=correct)
+
+    def right_otherwise(self, rows: Sequence[Row], responses: Sequence[Response]) -> dict[str, int]:
+        """Return how many responses would be right by each looser match."""
+        counts = {}
+        for match in LOOSER.get(self.match, ()):
+            other = copy(self)
+            other.match = match
+            counts[match] = sum(reward.success for reward in other.rewards(rows, responses))
+        return counts
