@@ -158,7 +158,7 @@ class Evaluate:
                 on_batch(name, batch, part)
                 self._count(sums, batch, part)
                 if first and kind == "before":
-                    otherwise.update(self._right_otherwise(batch, part))
+                    otherwise.update(right_otherwise(self.task, batch))
                 if first:  # the first response to each row
                     about = {"kind": kind, "rewarded": self.task.rewarded}
                     starts = range(0, len(batch), size)
@@ -242,14 +242,6 @@ class Evaluate:
                 sums[f"right{suffix}"] += count
                 sums[f"rows{suffix}"] += counts
 
-    def _right_otherwise(self, batch: TensorDictBase, part: list[int]) -> dict[str, int]:
-        """Return how many responses to these rows would be right by another `env.match`."""
-        rows = [self.rows[i] for i in part for _ in range(len(batch) // len(part))]
-        chats = [each.data for each in batch.get("messages")]  # [] of one turn
-        texts = [each.data for each in batch.get("response")]
-        last = [c[-1]["content"] if c else t for c, t in zip(chats, texts, strict=True)]
-        return self.task.right_otherwise(rows, [Response(text, True, []) for text in last])
-
     def _parts(self, samples: int) -> Iterator[tuple[float, list[int]]]:
         """Yield (fraction done, this rank's rows) per batch, equally often on every rank.
 
@@ -268,6 +260,13 @@ class Evaluate:
         td.set("stream", fold(self.runtime.seed, -1, place))
         rows = [deepcopy(self.rows[i]) for i in index]  # a reward may change its row
         return td.set("row", NonTensorStack(*map(NonTensorData, rows)))
+
+
+def right_otherwise(task: Task, batch: TensorDictBase) -> dict[str, int]:
+    """Return how many responses of a batch would be right by another `env.match`, by its name."""
+    rows, chats, texts = ([x.data for x in batch.get(k)] for k in ("row", "messages", "response"))
+    last = [c[-1]["content"] if c else text for c, text in zip(chats, texts, strict=True)]
+    return task.right_otherwise(rows, [Response(text, True, []) for text in last])
 
 
 def _draw(task: Task, rows: Sequence[dict[str, Any]], count: int | None) -> list[dict[str, Any]]:

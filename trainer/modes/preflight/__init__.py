@@ -25,10 +25,10 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     gc.freeze()  # as a run does
     findings.section("Playing two iterations of the run ...")
     first, second = profile(loop, 0), profile(loop, 1)  # the second has moments
-    rest, scores = profile_rest(loop)
     check_tokens(loop, first.batch, findings)
     if "reward_raw" in first.batch:
-        check_rewards(first.batch, scores, findings)
+        check_rewards(loop, first.batch, findings)
+    rest = profile_rest(loop)
     check_memory(loop, settings, findings, played=second, rest=rest, longest=longest)
     check_time(loop, settings, findings, played=(first, second), rest=rest)
     check_disk(loop, settings, findings)

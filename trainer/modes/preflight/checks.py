@@ -1,16 +1,14 @@
 """The preflight checks of rows, steps and rewards."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from tensordict import TensorDictBase
 
 from policies.scorer import max_positions
+from trainer.evaluation import right_otherwise
 from trainer.length_filter import drop_long_rows, name_unused
 from trainer.metrics import idle_groups
 from trainer.modes.preflight.profile import Findings
-from trainer.pages.diagnosis import Diagnosis
-from trainer.runs.run_files import ITERATION
 from trainer.trainer import Trainer
 
 RENDERED = 1000  # rows of a split that are rendered to measure their lengths
@@ -59,19 +57,18 @@ def check_steps(loop: Trainer, settings: dict[str, Any], findings: Findings) -> 
         )
 
 
-def check_rewards(batch: TensorDictBase, scores: Mapping[str, float], findings: Findings) -> None:
-    """Print the rewards of the responses, and the share of groups without a gradient.
-
-    `scores`: the metrics of an evaluation before training.
-    """
+def check_rewards(loop: Trainer, batch: TensorDictBase, findings: Findings) -> None:
+    """Print the rewards of the responses, and the share of groups without a gradient."""
     total = batch.get("reward_raw").sum(-1)  # [B]
     findings.section(
         "Rewards",
         f"mean {float(total.mean()):z.3f}, from {float(total.min()):.3g} to "
         f"{float(total.max()):.3g} over {len(total)} responses",
     )
-    for finding in Diagnosis().see({ITERATION: 0, **scores}):
-        findings.say(finding.text, style="yellow")
+    for match, count in right_otherwise(loop.evaluate.task, batch).items():
+        if count > 2 * (right := int(batch.get("success").sum())):
+            text = f"{right} of {len(total)} responses are right; {count} would be by env.match="
+            findings.say(text + match, style="yellow")
     if len(idle := idle_groups(batch)) == len(total):  # groups of one
         return
     findings.say(f"groups whose responses all earn the same: {float(idle.float().mean()):.0%}")

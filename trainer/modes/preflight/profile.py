@@ -91,19 +91,19 @@ def profile(loop: Trainer, number: int) -> Iteration:
     return Iteration(batch, phases)
 
 
-def profile_rest(loop: Trainer) -> tuple[dict[str, Phase], dict[str, float]]:
-    """Play a batch of the evaluation and gather a checkpoint; return their costs, and metrics."""
-    phases, metrics = dict[str, Phase](), dict[str, float]()
+def profile_rest(loop: Trainer) -> dict[str, Phase]:
+    """Play a batch of the evaluation and gather a checkpoint; measure both."""
+    phases: dict[str, Phase] = {}
     phase = partial(measure, phases, loop.runtime.device)
     if loop.evaluate.plans:
         few = copy(loop.evaluate)
-        few.efficiency = few.beside = None
+        few.beside = None
         few.rows = few.rows[: few.prompts_per_batch * loop.runtime.ranks]
-        metrics, _ = phase("evaluation", lambda: few(0, kind="before"))
+        phase("evaluation", lambda: few(0))
     if loop.checkpoints.every:
         gather = partial(gather_moments, loop.checkpoints.optimizer, loop.policy)
         phase("gathering a checkpoint", lambda: gather(fill=loop.runtime.is_main))
-    return phases, metrics
+    return phases
 
 
 def measure(
