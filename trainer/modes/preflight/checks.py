@@ -4,6 +4,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from envs.tasks.task import Task
 from policies.scorer import max_positions
 from trainer.evaluation import right_otherwise
 from trainer.length_filter import drop_long_rows, name_unused
@@ -57,7 +58,7 @@ def check_steps(loop: Trainer, settings: dict[str, Any], findings: Findings) -> 
         )
 
 
-def check_rewards(loop: Trainer, batch: TensorDictBase, findings: Findings) -> None:
+def check_rewards(batch: TensorDictBase, findings: Findings) -> None:
     """Print the rewards of the responses, and the share of groups without a gradient."""
     total = batch.get("reward_raw").sum(-1)  # [B]
     findings.section(
@@ -65,10 +66,6 @@ def check_rewards(loop: Trainer, batch: TensorDictBase, findings: Findings) -> N
         f"mean {float(total.mean()):z.3f}, from {float(total.min()):.3g} to "
         f"{float(total.max()):.3g} over {len(total)} responses",
     )
-    for match, count in right_otherwise(loop.evaluate.task, batch).items():
-        if count > 2 * (right := int(batch.get("success").sum())):
-            text = f"{right} of {len(total)} responses are right; {count} would be by env.match="
-            findings.say(text + match, style="yellow")
     if len(idle := idle_groups(batch)) == len(total):  # groups of one
         return
     findings.say(f"groups whose responses all earn the same: {float(idle.float().mean()):.0%}")
@@ -78,3 +75,12 @@ def check_rewards(loop: Trainer, batch: TensorDictBase, findings: Findings) -> N
             "easier rows, a larger algorithm.group_size, or a warm-up by SFT",
             of_responses=True,
         )
+
+
+def check_match(task: Task, batch: TensorDictBase, findings: Findings) -> None:
+    """Print by which other `env.match` more than twice as many responses would be right."""
+    for match, count in right_otherwise(task, batch).items():
+        right = int(batch.get("success").sum())
+        if count > 2 * right:
+            text = f"{right} of {len(batch)} responses are right; {count} would be by env.match="
+            findings.say(text + match, style="yellow")
