@@ -5,6 +5,8 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -125,9 +127,12 @@ def make_tools(nodes: Section) -> dict[str, Any]:
         arguments_of_node(node)  # refuses a key that it does not take
         target, fixed = find_target(node["_target_"]), dict(node)
         del fixed["_target_"]
+        maker = None
         if inspect.isclass(target):
-            target, fixed = build({"_convert_": "all", **node}), {}
-        tools[name] = find_target("envs.tools.TypedTool").of(name, target, **fixed)
+            maker, fixed = partial(build, {"_convert_": "all", **node}), {}
+            target = maker()
+        tool = find_target("envs.tools.TypedTool").of(name, target, **fixed)
+        tools[name] = replace(tool, maker=maker)
     return tools
 
 

@@ -7,6 +7,7 @@ reference: sampled before training (eval.frontier) or later (mode=frontier), see
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
 from pathlib import Path
@@ -18,7 +19,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
 from envs.data import is_listed
-from envs.tasks.task import Task
+from envs.tasks.task import Response, Task
 from policies.protocols import Generator
 from policies.random import fold
 from policies.scorer import LOCAL, placement_of
@@ -150,11 +151,13 @@ class Evaluate:
             def on_fraction(fraction: float, done: int = done, size: int = size) -> None:
                 progress((done + size * fraction) / per_row)
 
-            sums = self._empty_sums()
+            sums, otherwise = self._empty_sums(), Counter[str]()
             options = {"kind": kind, "on_fraction": on_fraction}
             for batch, part in self._batches(name, size, generator, **options):
                 on_batch(name, batch, part)
                 self._count(sums, batch, part)
+                if first and kind == "before":
+                    otherwise.update(right_otherwise(self.task, batch))
                 if first:  # the first response to each row
                     about = {"kind": kind, "rewarded": self.task.rewarded}
                     starts = range(0, len(batch), size)
@@ -168,6 +171,8 @@ class Evaluate:
                 metrics |= self._accuracies(name, size, total)
                 if first:
                     metrics["eval/reward"] = total["reward"] / (total["rows"] * size)
+                    for match, count in sum(self.runtime.gather(otherwise), Counter()).items():
+                        metrics[f"eval/right_by_{match}"] = count / (total["rows"] * size)
         return metrics | kls, records
 
     def _batches(
@@ -254,6 +259,13 @@ class Evaluate:
         td.set("stream", fold(self.runtime.seed, -1, place))
         rows = [deepcopy(self.rows[i]) for i in index]  # a reward may change its row
         return td.set("row", NonTensorStack(*map(NonTensorData, rows)))
+
+
+def right_otherwise(task: Task, batch: TensorDictBase) -> dict[str, int]:
+    """Return how many responses of a batch would be right by another `env.match`, by its name."""
+    rows, chats, texts = ([x.data for x in batch.get(k)] for k in ("row", "messages", "response"))
+    last = [c[-1]["content"] if c else text for c, text in zip(chats, texts, strict=True)]
+    return task.right_otherwise(rows, [Response(text, True, []) for text in last])
 
 
 def _draw(task: Task, rows: Sequence[dict[str, Any]], count: int | None) -> list[dict[str, Any]]:

@@ -15,31 +15,47 @@ from envs.answers.extraction import final_answer
 from envs.answers.numbers import NUMBER, bare, exactly, last_number
 from policies.optional_packages import EXTRAS
 
-# LaTeX without meaning, words in LaTeX, and numbers after `_plain`.
-IGNORED = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[!,;:]|\\?\$|\\?%$")
-BLANK = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # one between digits counts: "1 2" is not 12
-WORDS = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
+# Characters that are written in several ways, and LaTeX without meaning.
+SAME = str.maketrans(
+    {**dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-"), "\u2018": "'", "\u2019": "'"}
+    | dict.fromkeys("\u201c\u201d\u201e\u00ab\u00bb", '"')
+)
+POWERS = ("<super>", "<sub>", "<fraction>")  # NFKC would write 5\u00b2 as 52
+TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
+IGNORED = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[!,;:()\[\]]|\\?[$\u20ac\u00a3]")
+LETTERS = re.compile(r"\\?[^\W\d_]+")
+# **5**, "5", `5`; the star of 2*3 and the prime of x' stand behind what they belong to.
+MARKED = re.compile(
+    r"(?<![\w*'\"`)\]}])(\*{1,3}|__?|[\"'`])(?=\S)(.{1,200}?)(?<=\S)\1(?![\w*'\"`])"
+)
+AROUND_WORDS = '.,;:!?"*`()[]{}<>'
+AT_THE_END = ".,;:?"  # of a formula: ! is a factorial, brackets are those of intervals and sets
+INFINITY = {"inf", "infty", "infinity", "oo"}  # in letters, but no words
+# A blank between two digits counts, 1 2 is not 12; and behind a comma, 1, 234 is not 1,234.
+BLANK = re.compile(r"(?<![\d,\s])\s+|(?<![,\s])\s+(?!\d)")
 FRACTION = re.compile(r"(-?)\\[dt]?frac(?:(\d)(\d)|\{(-?\d+)\}\{(\d+)\})")
 VALUE = re.compile(
-    r"-?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?:/0*[1-9]\d*)?"
+    r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?(?:/0*[1-9]\d*)?"
 )
-EDGES = ".,;:!?\"'`*()[]{}<>\u2018\u2019\u201c\u201d\u00ab\u00bb"
 LONGEST = 500  # maximum characters of a parsed expression
 
 
 def plain(text: str) -> str:
-    """Normalise a text: no case, no punctuation around words, single spaces.
+    """Normalise a text: no case, no emphasis, quotes and full stops, single spaces.
 
-    A number is its value: 1,000.0 is 1000.
+    Around words no other punctuation counts either. In a text without words, such as an interval or
+    a formula, all of it does, but spaces do not. A number is its value: 1,000.0 is 1000.
 
-    >>> plain(" The  \u201cNew York\u201d.") == plain("the new york"), plain("$18.50"), plain("C++")
+    >>> plain(" The  **New York**!") == plain("the new york"), plain("$18.50"), plain("C++")
     (True, '37/2', 'c++')
+    >>> plain("5!"), plain("<.5>"), plain("(0, 1]."), plain("5\u00b2"), plain(r"\\frac{3}{4}")
+    ('5!', '<.5>', '(0,1]', '5\u00b2', '3/4')
     """
-    text = unicodedata.normalize("NFKC", text).casefold()
-    words = [word.strip(EDGES) or word for word in text.split()]
-    bare = " ".join(words).lstrip("$\u20ac\u00a3")
-    value = last_number(bare) if NUMBER.fullmatch(bare) else None
-    return " ".join(words) if value is None else str(value)
+    text = _spell(text)
+    words = text.split()
+    if any(_is_word(word.strip(AROUND_WORDS)) for word in words):
+        return " ".join(map(_plain_word, words))
+    return _formula(text)
 
 
 def similarity(answer: str, right: str) -> float:
@@ -58,10 +74,19 @@ def similarity(answer: str, right: str) -> float:
 def holds_words(answer: str, right: str) -> bool:
     """Return whether a text contains the right answer as whole words.
 
+    The letters A and I are also the article and the pronoun. They count at the end, before
+    punctuation and after "option", "choice" or "answer is".
+
     >>> holds_words("Yes, it is.", "yes"), holds_words("Yesterday", "yes"), holds_words("no.", "")
     (True, False, False)
+    >>> [holds_words(text, "A") for text in ("A town", "(A) Lima", "It is A.", "Option A fits")]
+    [False, True, True, True]
     """
-    words, target = [[plain(word) for word in text.split()] for text in (answer, right)]
+    words, target = [list(map(_plain_word, _spell(text).split())) for text in (answer, right)]
+    if target in (["a"], ["i"]):
+        before, behind = r"\b(?:option|choice|answer is:?) ", r"(?:\W*$|[*\"'`]*[).:,\]*])"
+        pattern = rf"\b{target[0]}{behind}|{before}{target[0]}\b"
+        return re.search(pattern, answer, re.IGNORECASE) is not None
     places = range(len(words) - len(target) + 1) if target else ()
     return any(words[i] == target[0] and words[i : i + len(target)] == target for i in places)
 
@@ -76,7 +101,7 @@ def same_answer(answer: str, right: str) -> bool:
     rest = NUMBER.sub("", bare(right))
     if number is not None and not re.sub(r"[\s%.]|[a-zA-Z]{3,}", "", rest):
         return last_number(answer) == number
-    return bool(_words(right)) and _words(answer) == _words(right)
+    return bool(right) and plain(answer) == plain(right)
 
 
 def same_mathematics(answer: str, solution: str, *, symbolic: bool = False) -> bool:
@@ -93,24 +118,59 @@ def same_mathematics(answer: str, solution: str, *, symbolic: bool = False) -> b
         return symbolic_check()(answer, right)
     if max(len(answer), len(right)) > LONGEST:
         return answer == right
-    one, other = _plain(final_answer(answer)), _plain(right)
-    value = _number(one)
-    return bool(one) and (one == other or (value is not None and value == _number(other)))
+    return bool(answer) and plain(final_answer(answer)) == plain(right)
 
 
-def _words(text: str) -> str:
-    return " ".join(text.casefold().split()).rstrip(".")
+def _spell(text: str) -> str:
+    """Return a text without case, emphasis, quotes and LaTeX's spacing; one spelling a sign."""
+    if not text.isascii():
+        text = "".join(
+            c
+            if unicodedata.decomposition(c).startswith(POWERS)
+            else unicodedata.normalize("NFKC", c)
+            for c in text
+        )
+        text = unicodedata.normalize("NFC", text).translate(SAME)
+    if "\\" in text:  # \Delta is not \delta
+        text = TEXT.sub(r"\1", text.replace("{,}", ",").replace("\\ ", " "))
+        text = text.replace("\\{", "{").replace("\\}", "}").replace("dfrac", "frac")
+        text = LETTERS.sub(lambda m: m[0] if m[0][0] == "\\" else m[0].casefold(), text)
+    else:
+        text = text.casefold()
+    text = IGNORED.sub("", text)
+    for _ in range(3):  # one in another: **"5"**
+        text = MARKED.sub(r"\2", text)
+    return text
 
 
-def _plain(text: str) -> str:
-    """Return an answer without spacing and meaningless signs; a word without case."""
-    text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\ ", " ").strip().rstrip(".")
-    text = BLANK.sub("", WORDS.sub(r"\1", IGNORED.sub("", text)).strip())
-    return text.casefold() if re.fullmatch(r"[a-zA-Z]{3,}", text) else text.replace("dfrac", "frac")
+def _is_word(text: str) -> bool:
+    """Return whether a text is a word of two or more letters: Paris, well-known; not x or 5!."""
+    if text.isalpha():
+        return len(text) > 1 and text not in INFINITY
+    shape = ["x" if unicodedata.category(c)[0] in "LM" else c for c in text]
+    return "xx" in "".join(shape) and {*shape} <= {*"x-'"}
+
+
+def _plain_word(word: str) -> str:
+    core = word.strip(AROUND_WORDS)
+    return core if _is_word(core) else _formula(word)
+
+
+def _formula(text: str) -> str:
+    """Return a formula without spaces; a number or fraction of integers as its value."""
+    text = text.strip()
+    text = text.rstrip(AT_THE_END) or text
+    text = BLANK.sub("", re.sub(r"\\?%$", "", text))
+    if not re.search("[,;]", text) and text.count("(") == text.count(")"):
+        text = text.strip("()") or text  # (5) is 5; (0,1) is no list
+    value = _number(text)
+    return re.sub(r"(?<=,)\s+", "", text) if value is None else str(value)
 
 
 def _number(text: str) -> Fraction | None:
-    """Return the exact value of a plain number or fraction of integers, else None."""
+    """Return the exact value of a number or fraction of integers without spaces, else None."""
+    if len(text) > LONGEST:
+        return None
     if match := FRACTION.fullmatch(text):
         sign, over, under = match[1], match[2] or match[4], match[3] or match[5]
         return Fraction(int(f"{sign}{over}".replace("--", "")), int(under)) if int(under) else None

@@ -1,4 +1,4 @@
-"""Find the answer in a text: behind ####, in <answer> tags or \\boxed, outside of thoughts.
+"""Find the answer in a text: behind ####, in <answer> tags or \\boxed, after "The answer is".
 
 Thoughts stand between <think> tags or before a bare </think>.
 """
@@ -9,6 +9,12 @@ import re
 ANSWER_TAG = re.compile(r"<answer>((?:[^<]++|<(?!/?answer>))*+)</answer>", re.IGNORECASE)
 THINK, THINK_END = "<think>", "</think>"
 BOXED = "\\boxed{"
+# At the start of a sentence of the last line: "**Answer:** 34", "So the final answer is 34."
+PHRASE = re.compile(
+    r"(?:^|[.!?:] )[ *_#]{0,9}(?:(?:so|thus|hence|therefore),? )?(?:the |my )?(?:final |correct )?"
+    r"answer[ *_]{0,9}(?:is:?|:)[ *_]{0,9}(?=\S)",
+    re.IGNORECASE,
+)
 
 
 def split_thoughts(text: str) -> tuple[str, str]:
@@ -48,10 +54,15 @@ def tagged(text: str) -> tuple[str, str]:
 
 
 def marked_answer(text: str) -> str | None:
-    """Return the last answer that a text marks by ####, <answer> or \\boxed; None without one.
+    """Return the last answer that a text marks, None without one.
+
+    The marks are ####, <answer> and \\boxed; without these, in the last line "Answer: 7" or "The
+    answer is 7".
 
     >>> marked_answer("so \\\\boxed{\\\\frac{1}{2}} it is"), marked_answer("7 it is")
     ('\\\\frac{1}{2}', None)
+    >>> marked_answer("So the answer is 7."), marked_answer("Add 3.\\n**Final answer: 7**")
+    ('7.', '7')
     """
     marks = []
     if "####" in text:
@@ -61,7 +72,11 @@ def marked_answer(text: str) -> str | None:
     if BOXED in text:
         at = text.rindex(BOXED)
         marks.append((at, _braced(text[at + len(BOXED) :])))
-    return max(marks)[1] if marks else None
+    if marks:
+        return max(marks)[1]
+    last = text.strip().rpartition("\n")[2]
+    ends = [phrase.end() for phrase in PHRASE.finditer(last)]
+    return last[ends[-1] :].removesuffix("**") if ends else None
 
 
 def final_answer(text: str) -> str:

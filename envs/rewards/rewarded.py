@@ -53,6 +53,10 @@ class Rewarded(Task):
         """Return the task's messages after the response."""
         return self.task.respond(row, response)
 
+    def right_otherwise(self, rows: Sequence[Row], responses: Sequence[Response]) -> dict[str, int]:
+        """Return the task's responses that would be right by another `env.match`."""
+        return self.task.right_otherwise(rows, responses)
+
     def label(self, row: Row) -> str | None:
         """Return the task's label of the row."""
         return self.task.label(row)

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -91,15 +92,15 @@ class Workers:
         self._threads, self._mine = ThreadPoolExecutor(processes), threading.local()
         self._started = weakref.WeakSet[Worker]()
 
-    def map(self, calls: Sequence[tuple]) -> list[Any]:
+    def map(self, calls: Sequence[tuple], *, timeout: float | None = None) -> list[Any]:
         """Return the result of each call, or the exception in its place."""
         try:
-            return list(self._threads.map(self._call, calls))
+            return list(self._threads.map(partial(self._call, timeout or self.timeout), calls))
         except BaseException:  # Ctrl-C, or a worker that cannot start
-            self._kill()
+            self.kill()
             raise
 
-    def _call(self, call: tuple) -> Any:
+    def _call(self, timeout: float, call: tuple) -> Any:
         worker: Worker | None = getattr(self._mine, "worker", None)
         if worker is None or worker.process.poll() is not None:
             worker = self._mine.worker = Worker()
@@ -109,15 +110,16 @@ class Workers:
                 worker.kill()
                 name = getattr(self.function, "__qualname__", self.function)
                 raise RuntimeError(f"no worker for {name}: {fault}")
-        return worker.call(call, self.timeout)
+        return worker.call(call, timeout)
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End the processes; the next call starts others."""
         for worker in list(self._started):
             worker.kill()
 
     def close(self) -> None:
-        """End the processes."""
-        self._kill()
+        """End processes and threads."""
+        self.kill()
         self._threads.shutdown()
 
 
@@ -152,7 +154,7 @@ class Worker:
             return error
         self.kill()
         if late:
-            return TimeoutError(f"no reward within {timeout:g} s")
+            return TimeoutError(f"no result within {timeout:g} s")
         return RuntimeError(f"the worker died (exit code {self.process.returncode})")
 
 

@@ -1,7 +1,7 @@
 """Questions whose right answer is a short text: yes, Paris, 42."""
 
-import re
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from envs.answers.choices import chosen_letter
@@ -10,15 +10,15 @@ from envs.answers.extraction import extract_answer
 from envs.tasks.dataset import DatasetTask, right_answers
 from envs.tasks.task import Response, Reward, Row
 
-STATED = re.compile(r"(?i)^[\s*]*answer[\s*]*:[\s*]*(.*\S)\s*\Z", re.MULTILINE)  # as DAPO's
 MATCHES = ("exact", "words", "normalised", "fuzzy")
+LOOSER = {"exact": ("normalised", "words"), "normalised": ("words",), "fuzzy": ("words",)}
 
 
 class Answers(DatasetTask):
     """Questions of a data set, rewarded for the right answer, which is any text or number.
 
-    A response's answer is its text marked by ####, <answer> or \\boxed, or its last line "Answer:
-    <text>", else all of it without thoughts. `match` compares it with the right answers, of which
+    A response's answer is what it marks (`envs.answers.extraction.marked_answer`), else all of it
+    without thoughts. `match` compares it with the right answers, of which
     one is enough; for options see `envs.answers.choices.chosen_letter`.
     exact: the same characters. normalised: the same words, without case, punctuation and spacing; a
     number by its value. words: the response contains the right answer as whole words, even if it
@@ -63,9 +63,7 @@ class Answers(DatasetTask):
         if "options" in row:
             correct = chosen_letter(response.text, row["options"]) == row["answer"]
             return Reward(float(correct), {"correct": float(correct)}, success=correct)
-        answer, marked = extract_answer(response.text)
-        if not marked and (stated := STATED.search(answer)):
-            answer = stated[1]
+        answer = extract_answer(response.text)[0]
         if self.match == "fuzzy":
             alike = max(similarity(answer, right) for right in row["finals"])
             correct = alike >= self.threshold
@@ -73,6 +71,15 @@ class Answers(DatasetTask):
         same = {"words": holds_words, "exact": str.__eq__}.get(self.match, _same_words)
         correct = any(same(answer, right) for right in row["finals"])
         return Reward(float(correct), {"correct": float(correct)}, success=correct)
+
+    def right_otherwise(self, rows: Sequence[Row], responses: Sequence[Response]) -> dict[str, int]:
+        """Return how many responses would be right by each looser match."""
+        counts = {}
+        for match in LOOSER.get(self.match, ()):
+            other = copy(self)
+            other.match = match
+            counts[match] = sum(reward.success for reward in other.rewards(rows, responses))
+        return counts
 
 
 def _same_words(answer: str, right: str) -> bool:

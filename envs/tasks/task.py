@@ -95,6 +95,10 @@ class Task:
         value = self.rewards([row], [empty])[0]
         return sorted(value.parts) if isinstance(value, Reward) else []
 
+    def right_otherwise(self, rows: Sequence[Row], responses: Sequence[Response]) -> dict[str, int]:
+        """Return how many responses would be right by another `env.match`, by its name."""
+        return {}
+
     def label(self, row: Row) -> str | None:
         """Return the label for a separate accuracy of such rows, or None."""
         return None

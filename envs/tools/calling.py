@@ -5,42 +5,28 @@ arguments, an error, a time-out, a call that cannot be read) is a result too: th
 and the chat goes on.
 """
 
-import asyncio
 import re
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
-from envs.rewards.functions import FAULTS, finished
 from envs.tools.functions import TypedTool
+from envs.tools.process import Outcome, ToolProcess
 from envs.tools.reading import Call, CallReader
-from envs.tools.results import ToolTransformBase, as_text, in_thread
+from envs.tools.results import ToolTransformBase
 from policies.chats.renderer import Renderer
 
-AT_ONCE = 32  # calls of an async function
 METRICS = ("tools/calls", "tools/failures", "tools/seconds")  # docs/metrics.md
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a call as text, whether it failed, and how long it took."""
-
-    text: str
-    failed: bool
-    seconds: float
 
 
 class CallTools(ToolTransformBase):
     """Execute the calls of a response by `tools`, at most `max_calls` a turn.
 
-    Plain functions run in a thread, one call after the other, chat by chat; an object with
-    `at_once` runs that many calls together, and so does an async function. A call ends after
-    `tool_timeout` seconds, but the thread of a plain function is not stopped.
+    Plain functions run one call after the other, chat by chat; an object with `at_once` runs that
+    many calls together, an async function 32. All of them run in one process; a call ends after
+    `tool_timeout` seconds, with the process if it does not stop (envs/tools/process.py).
     Writes under ("next", "logged") the calls, failed calls and seconds of the turn, each [B].
     """
 
@@ -54,7 +40,12 @@ class CallTools(ToolTransformBase):
     ) -> None:
         super().__init__()
         self.tools, self.read = tools, CallReader(renderer)
-        self.tool_timeout, self.max_calls = tool_timeout, max_calls
+        self.max_calls = max_calls
+        self._process = ToolProcess(
+            {name: tool.portable for name, tool in tools.items()},
+            at_once={name: tool.at_once for name, tool in tools.items() if tool.at_once},
+            timeout=tool_timeout,
+        )
         self._numbers = torch.zeros(0, len(METRICS))
 
     def _step(self, tensordict: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
@@ -78,7 +69,10 @@ class CallTools(ToolTransformBase):
         schemas = [tool.schema for tool in self.tools.values()]
         most = 1 if self.read.single else None  # a template of one call takes one result
         calls = {row: self.read(text, schemas)[:most] for row, text in contents.items()}
-        outcomes = iter(finished(self._play(list(calls.values()))))
+        flat = [(c, self._fault(n, c)) for turn in calls.values() for n, c in enumerate(turn)]
+        sent = [(c.name, c.arguments) for c, fault in flat if not fault]
+        done = iter(self._process.outcomes(sent))
+        outcomes = (Outcome(f"Error: {f}", True, 0.0) if f else next(done) for _, f in flat)
         return {row: self._results(row, turn, outcomes) for row, turn in calls.items()}
 
     def _results(
@@ -96,52 +90,17 @@ class CallTools(ToolTransformBase):
             results.append({"content": done.text, "name": name, "tool_call_id": known})
         return results
 
-    async def _play(self, turns: list[list[Call]]) -> list[Outcome]:
-        """Return the outcomes of the calls of several chats, in their order."""
-        plain = asyncio.Semaphore(1)
-        free = {}
-        for name, tool in self.tools.items():
-            at_once = getattr(tool.function, "at_once", AT_ONCE if tool.waits else None)
-            free[name] = asyncio.Semaphore(at_once) if at_once else plain
-        return await asyncio.gather(
-            *(self._outcome(n, call, free) for calls in turns for n, call in enumerate(calls))
-        )
-
-    async def _outcome(self, place: int, call: Call, free: dict[str, asyncio.Semaphore]) -> Outcome:
-        """Return the outcome of a call, the `place`-th of its turn."""
+    def _fault(self, place: int, call: Call) -> str:
+        """Return why a call, the `place`-th of its turn, is not made, or ""."""
         tool = self.tools.get(call.name)
-        fault = call.fault and f"this call cannot be read: {call.fault}"
-        if not fault and tool is None:
-            fault = f"there is no tool {call.name}; there are {', '.join(self.tools)}"
-        if not fault and tool is not None:
-            try:
-                fault = tool.fault(call.arguments)
-            except RecursionError:
-                fault = "the arguments are nested too deep"
-        if not fault and place >= self.max_calls:
-            fault = f"at most {self.max_calls} calls a turn are made"
-        if fault or tool is None:
-            return Outcome(f"Error: {fault}", failed=True, seconds=0.0)
-        async with free[call.name]:
-            begun = time.perf_counter()
-            try:
-                text, failed = as_text(await self._value(tool, call.arguments)), False
-            except FAULTS as error:
-                text, failed = f"Error: {_describe(error)}", True
-        return Outcome(text, failed, time.perf_counter() - begun)
-
-    async def _value(self, tool: TypedTool, arguments: Mapping[str, Any]) -> Any:
-        work = partial(tool.function, **tool.fixed, **arguments)
+        if call.fault:
+            return f"this call cannot be read: {call.fault}"
+        if tool is None:
+            return f"there is no tool {call.name}; there are {', '.join(self.tools)}"
         try:
-            async with asyncio.timeout(self.tool_timeout) as limit:
-                return await (work() if tool.waits else asyncio.wrap_future(in_thread(work)))
-        except TimeoutError as error:
-            late = TimeoutError(f"no result within {self.tool_timeout:g} s")
-            raise (late if limit.expired() else error) from None
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # of its own __str__
-        return type(error).__name__
+            fault = tool.fault(call.arguments)
+        except RecursionError:
+            return "the arguments are nested too deep"
+        if not fault and place >= self.max_calls:
+            return f"at most {self.max_calls} calls a turn are made"
+        return fault

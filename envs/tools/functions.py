@@ -4,12 +4,15 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
 
 from envs.rewards.functions import is_async
+from envs.rewards.workers import LazyFunction
 
+AT_ONCE = 32  # calls of an async function
 TYPES: dict[str, tuple[type, ...]] = {  # of JSON, with those of Python
     "integer": (int,),
     "number": (int, float),
@@ -26,13 +29,14 @@ class TypedTool:
     """A function, or an object with a typed `__call__`, under a name, with its JSON schema.
 
     The template shows the schema to the model. `fixed` are arguments that the configuration sets
-    and the model does not see.
+    and the model does not see. `maker` makes the object again, in another process.
     """
 
     name: str
     function: Callable[..., Any]
     schema: dict[str, Any]
     fixed: Mapping[str, Any]
+    maker: Callable[[], Callable[..., Any]] | None = None
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], **fixed: Any) -> "TypedTool":
@@ -65,9 +69,15 @@ class TypedTool:
         return cls(name, function, schema, fixed)
 
     @property
-    def waits(self) -> bool:
-        """Return whether the function is async."""
-        return is_async(self.function)
+    def at_once(self) -> int:
+        """Return how many calls run together; 0: one after the other, also those of other tools."""
+        return getattr(self.function, "at_once", AT_ONCE if is_async(self.function) else 0)
+
+    @property
+    def portable(self) -> Any:
+        """Return what makes the function in another process, its `fixed` arguments given."""
+        function = LazyFunction(self.maker) if self.maker else self.function
+        return partial(function, **self.fixed) if self.fixed else function
 
     def fault(self, arguments: Mapping[str, Any]) -> str:
         """Return why a call cannot have these arguments, or ""."""

@@ -5,10 +5,7 @@ Results are messages of role "tool" at the end of the next prompt; the policy th
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,33 +78,6 @@ class ToolTransformBase(Transform):
         # JSON may contain lone surrogates
         content = text.encode(errors="replace").decode()
         return {**message, "role": self.tool_role, "content": content}
-
-
-def as_text(value: Any) -> str:
-    """Return a tool's result as text: JSON unless it is a text; arrays of numpy are lists."""
-
-    def known(part: Any) -> Any:
-        return part.tolist() if hasattr(part, "tolist") else str(part)
-
-    return value if isinstance(value, str) else json.dumps(value, default=known, ensure_ascii=False)
-
-
-def in_thread(work: Callable[[], Any]) -> Future[Any]:
-    """Return the future result of a call in a thread that does not delay the end of the process."""
-    result: Future[Any] = Future()
-    result.set_running_or_notify_cancel()  # from here on nobody can cancel it
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except StopIteration as error:  # asyncio cannot pass it on; a generator does the same
-            result.set_exception(RuntimeError(f"StopIteration: {error}"))
-        except BaseException as error:  # also KeyboardInterrupt: no signal raises it in a thread
-            usual = isinstance(error, Exception | SystemExit)
-            result.set_exception(error if usual else RuntimeError(repr(error)))
-
-    threading.Thread(target=run, daemon=True).start()
-    return result
 
 
 def _clear(td: TensorDictBase, keys: Any, rows: torch.Tensor) -> None:

@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any
 
 from envs.rewards.functions import Refused
-from envs.tools.results import ToolTransformBase, as_text, in_thread
+from envs.tools.process import as_text, in_thread
+from envs.tools.results import ToolTransformBase
 from envs.torchrl.tool_parsers import Parser, PatternParser, ToolCall
 
 

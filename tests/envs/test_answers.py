@@ -2,15 +2,17 @@
 
 import json
 import time
+from functools import cache
 
+import math_verify
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.build import make_task
 from conf.compose import compose_checked
-from envs.answers.comparison import same_answer, same_mathematics
-from envs.answers.extraction import marked_answer, tagged
+from envs.answers.comparison import holds_words, plain, same_answer, same_mathematics
+from envs.answers.extraction import extract_answer, marked_answer, tagged
 from envs.answers.numbers import last_number
 from envs.tasks import Answers, MathProblems, MathWords, Response
 
@@ -64,7 +66,8 @@ def test_a_number_is_itself_in_every_spelling(number, form):
         ("it is \u22123", "-3", True),
         ("-$5", "-5", True),
         ("1/0", "1", False),
-        ("x + 1", "x+1", False),
+        ("x + 1", "x+1", True),
+        ("x + 1", "x+2", False),
         ("1e999999999", "1", False),
         ("", "", False),
     ],
@@ -89,6 +92,77 @@ def test_plain_mathematics_is_the_same_only_where_it_is_exactly(said, right, goo
     assert same_mathematics(said, right) is good
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "good"),
+    [
+        (
+            "5",
+            ".5  <5  5!  -5  5'  >5  5^2  5\u00b2  (5,5)",
+            '5.  (5)  **5**  $5$  \\(5\\)  +5  "5.0"',
+        ),
+        ("50", ".50  50!", "50,"),
+        ("0.5", "5  5.", ".5  1/2  \\frac12"),
+        ("-3", "3", "\u22123  -3.0  -\\frac{6}{2}"),
+        ("3/4", "34  3/5  4/3", "\\frac{3}{4}  0.75  \\dfrac34"),
+        ("[0,1]", "(0,1)  [0,1)  (0,1]  0,1", "[0,1].  \\left[0,1\\right]"),
+        ("(-inf,3)", "(-inf,3]  [-inf,3)  (-inf,3", "$(-inf,3)$"),
+        ("{1,2}", "(1,2)  [1,2]  12", "\\{1,2\\}"),
+        ("52", "5\u00b2  5^2", "52"),
+        ("x'", "x  x''", "x'."),
+        ("1,234", "1234!  123,4", "1234  **1,234.0**"),
+        ("Lima", "Limas  Li-ma", "lima  LIMA!  **Lima**.  \u201cLima\u201d  (Lima)"),
+    ],
+)
+def test_only_punctuation_without_meaning_is_ignored(right, wrong, good):
+    for said in wrong.split("  "):
+        assert plain(said) != plain(right), said
+        assert not holds_words(f"It is {said}", right), said
+    for said in good.split("  "):
+        assert plain(said) == plain(right), said
+
+
+@cache
+def parsed(text: str) -> list:
+    return math_verify.parse(f"${text}$", parsing_timeout=None)
+
+
+# Expressions that both judge alike, and others. {m}, {n}: whole numbers; not 1e5, which is 5e for
+# math-verify.
+VALUES = [
+    "{a}", "-{a}", "\u2212{m}", "+{m}", "{m}/{n}", "\\frac{{{m}}}{{{n}}}", "-\\frac{{{m}}}{{{n}}}",
+    "(-{m},{n})", "[-{m}, {n}]", "(-{m}, {n}]", "[-{m},{n})", "(-{m}, {n})", "[-{m},{n}]",
+]  # fmt: skip
+OTHERS = [
+    "({a},{b})", "[{a}, {b}]", "\\{{{a},{b}\\}}", "{{{a}, {b}}}", "{a}, {b}", "{a} {b}", "{a},{b}",
+    "{a}{b}", "{a}.{b}", "{a}!", "{a}^2", "{a}\u00b2", "{a}^{{2}}", "x_{a}", "x'", "|{a}|",
+    "\\sqrt{{{a}}}", "{a}\\%", "{a}<{b}", "{a} > {b}", "<{a}", "\\le {a}", "x+{a}", "x + {a}",
+    "2(x+{a})", "-(x+{a})", "(-\\infty,{a}]", "(-\\infty, {a})",
+]  # fmt: skip
+NUMBERS = ["1", "2", "5", "12", "0.5", ".5", "2.0", "1000", "1,000", "234"]
+WRITTEN = ["{}", " {}.", "${}$", "**{}**", "'{}'", '"{}"', "`{}`", "\\({}\\)", "({})", "Answer: {}"]
+
+
+@st.composite
+def expressions(draw) -> tuple[str, str]:
+    """Draw an expression, and its shape."""
+    shape = draw(st.sampled_from(VALUES) | st.sampled_from(OTHERS))
+    a, b = (draw(st.sampled_from(NUMBERS)) for _ in range(2))
+    m, n = (draw(st.sampled_from([1, 2, 5, 12])) for _ in range(2))
+    return shape.format(a=a, b=b, m=m, n=n), shape
+
+
+@settings(max_examples=200, deadline=None)
+@given(expressions(), expressions(), st.sampled_from(WRITTEN))
+def test_what_normalised_pays_math_verify_never_calls_wrong(one, other, written):
+    (said, shape), (right, shape_of_right) = one, other
+    written = "{}" if "," in said and written == "({})" else written  # a list would be an interval
+    paid = plain(extract_answer(written.format(said))[0]) == plain(right)
+    equal = said == right or math_verify.verify(parsed(right), parsed(said), timeout_seconds=None)
+    assert equal or not paid
+    if shape in VALUES and shape_of_right in VALUES:
+        assert paid == equal
+
+
 # right answer, what a response says, and by which matches it is right
 CASES = [
     ("yes", " **Yes** ", "words normalised fuzzy"),
@@ -98,6 +172,13 @@ CASES = [
     ("New York", "It is New York City", "words"),
     ("Mississippi", "Missisippi", "fuzzy"),
     ("1,000", "1000.0", "normalised fuzzy words"),
+    ("A", "It is a city by the sea.", ""),
+    ("I", "I think it is option C.", ""),
+    ("A", "It is A, since Lima is a city.", "words"),
+    ("B", "Option B is a city.", "words"),
+    ("A", "The answer is A", "exact words normalised fuzzy"),
+    ("34", "17 + 17 = 34.\nAnswer: 34", "exact words normalised fuzzy"),
+    ("34", "I doubt that the answer is 34", "words"),
 ]
 
 

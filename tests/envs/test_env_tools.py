@@ -1,20 +1,23 @@
 """Tools of env.tools: calls in the format of a chat template, answered by typed functions."""
 
-import asyncio
-import threading
+import gc
 import time
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
+import psutil
 import pytest
+import typed_tools
 import yaml
 from tensordict import TensorDict
+from typed_tools import Counter, add, leave, most, wait
 from uneven_chats import data, responded
 
+from conf.build import make_tools
 from envs import ChatEnv, check_env_specs
 from envs.tasks.task import Response, Reward, Task, user
 from envs.tools import CallReader, CallTools, TypedTool
+from envs.tools.process import ToolProcess
 from policies.chats.renderer import Renderer
 from policies.models.find import find_model, load_tokenizer
 
@@ -27,24 +30,6 @@ CHAT = (
 )
 FORMATS = yaml.safe_load(Path(__file__).with_name("tool_formats.yaml").read_text("utf-8"))
 WITH_THOUGHTS = ("hermes", "qwen_xml", "glm", "deepseek")
-
-
-AT_ONCE = {"now": 0, "most": 0}  # calls of `add`
-
-
-async def add(a: int, text: str, sign: Literal["+", "-"] = "+") -> str:
-    """Add to a text.
-
-    Args:
-        a: A number.
-        text: The text.
-        sign: What stands between them.
-    """
-    AT_ONCE["now"] += 1
-    AT_ONCE["most"] = max(AT_ONCE.values())
-    await asyncio.sleep(0.2)
-    AT_ONCE["now"] -= 1
-    return text + sign + str(a)
 
 
 ADD = TypedTool.of("add", add)
@@ -120,37 +105,6 @@ def test_the_tokenizer_knows_its_own_format_best():
         reader("chatml")
 
 
-class Counter:
-    """Calls in the order in which they ran; not safe to enter twice."""
-
-    def __init__(self, start: int = 0) -> None:
-        self.seen, self.inside = [start], False
-
-    def __call__(self, step: int, name: str = "") -> dict:
-        """Count on.
-
-        Args:
-            step: How far.
-            name: Of the caller.
-        """
-        assert not self.inside, "a plain function runs once at a time"
-        self.inside = True
-        time.sleep(0.01)
-        self.inside = False
-        self.seen.append(self.seen[-1] + step)
-        return {"seen": self.seen[-1], "name": name}
-
-
-def wait(text: str) -> str:
-    """Wait for ever.
-
-    Args:
-        text: Any text.
-    """
-    threading.Event().wait()
-    return text
-
-
 def untyped(text) -> str:
     """Echo.
 
@@ -163,15 +117,6 @@ def untyped(text) -> str:
 def undescribed(text: str) -> str:
     """Echo."""
     return text
-
-
-def leave(code: list[int]) -> None:
-    """Leave.
-
-    Args:
-        code: A list of numbers.
-    """
-    raise {1: SystemExit, 2: StopIteration, 3: KeyboardInterrupt}[code[0]](code)
 
 
 @cache
@@ -194,8 +139,11 @@ class Sums(Task):
         return [user("again")] if row.get("again") else []
 
 
-def make_env(task: Task | None = None, **options):
-    functions = {"add": add, "count": Counter(), "wait": wait, "leave": leave}
+FUNCTIONS = {"add": add, "count": Counter(), "wait": wait, "leave": leave, "most": most}
+
+
+def make_env(task: Task | None = None, functions: dict = FUNCTIONS, **options):
+    gc.collect()  # the processes of earlier environments
     tools = {name: TypedTool.of(name, each) for name, each in functions.items()}
     schemas = [tool.schema for tool in tools.values()]
     env = ChatEnv(task, max_turns=3, tools=schemas)
@@ -215,9 +163,7 @@ def results(td: TensorDict) -> list[list[str]]:
 def test_results_are_messages_in_order_and_async_functions_run_together():
     env = make_env()
     both = call("count", '{"step": 2}') + call("add", '{"a": 1, "text": "x"}')
-    AT_ONCE["most"] = 0
     td = step(env, both + call("count", '{"step": 5, "name": "me"}'), "It is 42.", both * 2)
-    assert AT_ONCE == {"now": 0, "most": 3}
     chats = td["history"].prompt.chats()
     assert chats[0][0]["tools"] == env.base_env.tools
     assert [m["role"] for m in chats[1]] == ["user", "assistant"]
@@ -230,13 +176,14 @@ def test_results_are_messages_in_order_and_async_functions_run_together():
     first, none, third = td["logged", "tools/seconds"].tolist()
     assert (first > 0.2, none == 0, third > 0.4) == (True, True, True)
     assert not td["logged", "tools/failures"].any()
+    assert results(step(env, call("most"))) == [["3"]]
     check_env_specs(make_env())
 
 
 @pytest.mark.parametrize(
     ("said", "answer"),
     [
-        (call("shop"), "there is no tool shop; there are add, count, wait, leave"),
+        (call("shop"), "there is no tool shop; there are add, count, wait, leave, most"),
         (call("<|im_end|>"), "there is no tool <|im_end|>"),
         (call("count"), "missing arguments step; expected step, name"),
         (call("count", '{"step": 1, "by": 2}'), "unknown arguments by; expected step, name"),
@@ -248,8 +195,8 @@ def test_results_are_messages_in_order_and_async_functions_run_together():
         ),
         (call("leave", '{"code": [1, "2"]}'), 'expected code to be {"type": "array"'),
         (call("leave", '{"code": [1]}'), "SystemExit: [1]"),
-        (call("leave", '{"code": [2]}'), "RuntimeError: StopIteration: [2]"),
-        (call("leave", '{"code": [3]}'), "RuntimeError: KeyboardInterrupt([3])"),
+        (call("leave", '{"code": [2]}'), "StopIteration: [2]"),
+        (call("leave", '{"code": [3]}'), "KeyboardInterrupt: [3]"),
         (call("leave", f'{{"code": {"[" * 450 + "]" * 450}}}'), "the arguments are nested"),
         (call("wait", '{"text": ""}'), "TimeoutError: no result within 0.3 s"),
         (call("count", "[1]"), "this call cannot be read: expected the arguments as an object"),
@@ -267,6 +214,34 @@ def test_what_goes_wrong_is_an_answer(said, answer):
     unread = "Recursion" in answer or said == "<tool_call>7"  # of the response as a whole
     assert others == ([] if unread else ['{"seen": 1, "name": ""}'])
     assert td["logged", "tools/failures"].item() == 1
+
+
+def workers() -> set[int]:
+    """Return the processes of tools."""
+    children = psutil.Process().children()
+    return {child.pid for child in children if "envs.rewards.workers" in str(child.cmdline())}
+
+
+@pytest.mark.parametrize("name", ["wait", "spin", "backtrack", "swallow", "block", "Threads"])
+def test_a_call_that_does_not_end_is_a_time_out_and_the_next_one_runs(name):
+    function = getattr(typed_tools, name)
+    function = function() if isinstance(function, type) else function
+    env = make_env(functions={"count": Counter(), "hang": function}, tool_timeout=0.4)
+    count, before = call("count", '{"step": 2}'), workers()
+    begun = time.monotonic()
+    td = step(env, count + call("hang", '{"text": "b"}') + count)
+    ends_first = name in ("swallow", "block", "Threads")  # those that may run together come first
+    seen = [f'{{"seen": {number}, "name": ""}}' for number in (2, 4 if ends_first else 2)]
+    assert results(td) == [[seen[0], "Error: TimeoutError: no result within 0.4 s", seen[1]]]
+    assert results(step(env, count))[0][0] == f'{{"seen": {6 if ends_first else 4}, "name": ""}}'
+    assert time.monotonic() - begun < 20, "the tool takes a minute or more"
+    assert len(workers() - before) == 1
+
+
+def test_an_object_is_made_again_in_the_process_of_the_tools():
+    tools = make_tools({"locked": {"_target_": "typed_tools.Locked", "start": 3}})
+    process = ToolProcess({"locked": tools["locked"].portable}, at_once={}, timeout=5)
+    assert [done.text for done in process.outcomes([("locked", {})] * 2)] == ["4", "5"]
 
 
 def test_calls_of_a_turn_have_a_limit():

@@ -1,6 +1,8 @@
 """Metrics, transcripts and evaluation, by hand numbers."""
 
+import json
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -14,12 +16,14 @@ from envs.chat_env import ChatEnv
 from envs.data import LazyRows
 from envs.tasks.facts import Facts
 from envs.tasks.mix import Mix
+from envs.tasks.short_answers import Answers
 from envs.tasks.sort_digits import SortDigits
 from envs.tasks.task import Response, Reward
 from policies import load_policy, load_reference
 from trainer.evaluation import Evaluate, sample
 from trainer.kl.reference import Reference
 from trainer.metrics import summarize
+from trainer.pages.diagnosis import Diagnosis
 from trainer.runtime import Runtime
 from trainer.transcripts import transcript, transcripts
 
@@ -172,6 +176,27 @@ def evaluate(task=None, **options) -> Evaluate:
     parts = {"task": task, "generator": make_policy(), "runtime": one_process()}
     parts["env"] = ChatEnv(task)
     return Evaluate(**{**parts, "num_samples": 3, "prompts_per_batch": 3, **options})
+
+
+def test_responses_that_another_match_takes_for_right_are_counted_before_training(tmp_path):
+    path = tmp_path / "d.jsonl"
+
+    def task(*answers: str) -> Answers:
+        cells = [{"question": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]
+        path.write_text("\n".join(map(json.dumps, cells)))
+        return Answers(str(path), eval_dataset=str(path))
+
+    options = {"num_samples": 1, "greedy": False}
+    options["generator"] = load_policy("tiny", max_new_tokens=16)
+    _, records = evaluate(task(*"abcdefgh"), **options)(0)
+    found = [re.findall(r"(?<!\S)[A-Za-z]{2,}(?!\S)", r["response"]) for r in records]
+    play = evaluate(task(*(words[0] if words else "Lima" for words in found)), **options)
+    scores, _ = play(0, kind="before")
+    share = sum(map(bool, found)) / 8
+    assert 0.2 < share < 0.9
+    assert (scores["eval/sampled_accuracy"], scores["eval/right_by_words"]) == (0, share)
+    assert "eval/right_by_words" not in play(1)[0]
+    assert "env.match=words" in Diagnosis([{"progress/iteration": 0, **scores}]).findings[0].text
 
 
 def test_rows_weigh_alike_in_a_short_last_chunk_and_one_right_sample_solves_a_row():

@@ -23,6 +23,7 @@ QUIET = 10  # iterations without a finding until it ends, so that it does not fl
 LEARNT = "loss/policy"  # distillation, which only measures rewards, has none
 WINDOW = 200  # iterations that the rules read
 BASE = 10  # first iterations, the baseline of a run
+RIGHT_BY = ("eval/right_by_normalised", "eval/right_by_words")
 ACCURACIES = ("eval/sampled_accuracy", "eval/greedy_accuracy")
 STYLES = {"warn": ("warning", "yellow"), "error": ("error", "red")}
 WORDS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
@@ -89,6 +90,16 @@ def not_finite(past: Past) -> Values:
     groups = ("loss/", "optim/", "reward/", "kl/", "policy/")
     names = [n for n, v in past.lines[-1].items() if v is None and n.startswith(groups)]
     return {"names": ", ".join(names)} if names else None
+
+
+def other_match(past: Past) -> Values:
+    """Report that more than twice as many responses would be right by another env.match."""
+    line = past.evaluated[-1] if past.evaluated else {}
+    now = next((value for kind in ACCURACIES if (value := line.get(kind)) is not None), 0.0)
+    best = max(RIGHT_BY, key=lambda name: line.get(name) or 0.0)
+    share = line.get(best) or 0.0
+    match = best.rpartition("_")[2]
+    return {"now": now, "share": share, "match": match} if share > 2 * now else None
 
 
 def calls_fail(past: Past) -> Values:
@@ -192,11 +203,13 @@ class Diagnosis:
             self.see(line)
 
     def see(self, metrics: Mapping[str, Any]) -> list[Finding]:
-        """Return the new findings of an iteration; none for the evaluation before training."""
+        """Return the new findings of an iteration; 0, before training, has rules of its own."""
         iteration, new = int(metrics[ITERATION]), []
         self._past.add(metrics)
         active = {finding.rule: finding for finding in self.findings if finding.until is None}
-        for name, words in WORDS.items() if iteration else ():
+        for name, words in WORDS.items():
+            if not iteration and "before" not in words:
+                continue
             values = RULES[name](self._past) if name in RULES else None
             for when in words.get("when", []):
                 values = values or self._past.beyond(**when)

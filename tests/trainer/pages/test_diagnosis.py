@@ -64,6 +64,11 @@ STREAMS = [  # what differs from a healthy run; the rule that speaks first, and 
     (DISTILLED, {}),
     ({**DISTILLED, "loss__total": lambda i: i / 10}, {"falling": 30}),
     ({"response__truncated_fraction": 0.95}, {"mostly_truncated": 3}),
+    (
+        {"eval__reward": 0.1, "eval__sampled_accuracy": 0.1, "eval__right_by_words": 0.4},
+        {"other_match": 1},
+    ),
+    ({"eval__reward": 0.3, "eval__sampled_accuracy": 0.3, "eval__right_by_words": 0.4}, {}),
     ({"tools__calls": lambda i: i, "tools__failures": lambda i: i * 0.95}, {"calls_fail": 3}),
     ({"tools__calls": 1.0, "tools__failures": 0.8}, {}),
     ({"tools__calls": 0.0, "tools__failures": 0.0}, {}),

@@ -7,7 +7,7 @@ problems.
 import gc
 from typing import Any
 
-from trainer.modes.preflight.checks import check_rewards, check_rows, check_steps
+from trainer.modes.preflight.checks import check_match, check_rewards, check_rows, check_steps
 from trainer.modes.preflight.costs import check_disk, check_memory, check_time
 from trainer.modes.preflight.profile import Findings, profile, profile_rest
 from trainer.modes.preflight.tokens import check_tokens
@@ -28,6 +28,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     check_tokens(loop, first.batch, findings)
     if "reward_raw" in first.batch:
         check_rewards(first.batch, findings)
+        check_match(loop.evaluate.task, first.batch, findings)
     rest = profile_rest(loop)
     check_memory(loop, settings, findings, played=second, rest=rest, longest=longest)
     check_time(loop, settings, findings, played=(first, second), rest=rest)

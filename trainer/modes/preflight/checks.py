@@ -4,7 +4,9 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from envs.tasks.task import Task
 from policies.scorer import max_positions
+from trainer.evaluation import right_otherwise
 from trainer.length_filter import drop_long_rows, name_unused
 from trainer.metrics import idle_groups
 from trainer.modes.preflight.profile import Findings
@@ -73,3 +75,12 @@ def check_rewards(batch: TensorDictBase, findings: Findings) -> None:
             "easier rows, a larger algorithm.group_size, or a warm-up by SFT",
             of_responses=True,
         )
+
+
+def check_match(task: Task, batch: TensorDictBase, findings: Findings) -> None:
+    """Print by which other `env.match` more than twice as many responses would be right."""
+    for match, count in right_otherwise(task, batch).items():
+        right = int(batch.get("success").sum())
+        if count > 2 * right:
+            text = f"{right} of {len(batch)} responses are right; {count} would be by env.match="
+            findings.say(text + match, style="yellow")
