@@ -33,7 +33,8 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
     parts = plan(config)
     if cfg.preflight_gpu:
         return dry_run(parts, config, folder)
-    with dated(cfg.date), parts.runtime(folder=folder, seed=cfg.seed) as runtime:
+    runtime = parts.runtime(folder=folder, seed=cfg.seed)
+    with runtime, dated(runtime.gather(cfg.date)[0]):  # nodes may have other clocks
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
 
         # ---- the task, the policy and the environment between them

@@ -29,7 +29,7 @@ INPUTS = ("dataset", "eval_dataset", "chat_template", "model", "reference", "rew
 WEIGHED = ("policy.model", "kl.reference", "teacher.reference")  # their weights have a hash
 VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")  # not resolved in a configuration to be saved
 ADAPTER = "adapter_config.json"
-LEASH = ("conf", "envs", "policies", "trainer")
+CODE = ("envs", "policies", "trainer")  # of leash; conf/ is in each configuration
 
 
 def content_key(*sources: Any) -> str:
@@ -37,15 +37,18 @@ def content_key(*sources: Any) -> str:
 
     A Path counts by the content of its file or folder, all else as JSON.
     """
-    each = [sha256_of_path(s) if isinstance(s, Path) else json.dumps(s) for s in sources]
-    return sha256_of_texts(each)[:12]
+    texts = [
+        sha256_of_path(source) if isinstance(source, Path) else json.dumps(source, sort_keys=True)
+        for source in sources
+    ]
+    return sha256_of_texts(texts)[:12]
 
 
 @cache
 def sha256_of_leash() -> str:
     """Return the sha256 of leash's own code: a clone changes without a new version."""
     folders, suffixes = Path(__file__).parents[1], (".py", ".yaml", ".jinja")
-    return sha256_of_texts([sha256_of_path(folders / name, suffixes) for name in LEASH])
+    return sha256_of_texts([sha256_of_path(folders / name, suffixes) for name in CODE])
 
 
 def sha256_of_inputs(node: Any, path: str = "", *, weights: bool = False) -> dict[str, str]:
@@ -137,7 +140,7 @@ def _files_of_import(name: str, folders: list[str] | None = None) -> Iterator[Pa
     Nothing is imported: `find_spec` of a name with dots would import its packages.
     """
     for part in name.split("."):
-        if folders is None and part in (*LEASH, *sys.stdlib_module_names):
+        if folders is None and part in ("conf", *CODE, *sys.stdlib_module_names):
             return
         spec = None
         with suppress(ValueError, ImportError):  # __main__

@@ -34,7 +34,7 @@ class Template:
 # Variables of every chat, and unsupported ones.
 RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 SETTING = r"\{%-? set (\w+) = .*? %\}\n"  # as `with_variables` writes it
-CALL = r"strftime_now\(\s*(?:format\s*=\s*)?(['\"])(.*?)\1\s*\)"  # the argument is a text
+CALL = r"strftime_now\s*\(\s*(?:format\s*=\s*)?(['\"])(.*?)\1\s*\)"  # the argument is a text
 _DAY: list[str | None] = [None]  # of the run in this process
 _GPT2 = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
 _DEEPSEEK = {
