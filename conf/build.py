@@ -19,7 +19,7 @@ from envs.tasks.task import rewards_anything
 from trainer.kl.controllers import CONTROLLERS, KLControllerBase
 
 # Keys of env that a task may take.
-DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split", "match")
+DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split", "skip_bad_rows", "match")
 Section = Mapping[str, Any]  # a part of the configuration
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

@@ -60,7 +60,7 @@ FOLDER = Path(__file__).parent
 # Sections that take any key. conf/check.py refuses keys of algorithm and optimizer that leash does
 # not declare, unless a class of the user's own may take them.
 OPEN = ("env.task", "env.rewards", "env.tools", "env.transforms", "policy.chat_template_kwargs")
-OPEN += ("observers", "algorithm", "optimizer")
+OPEN += ("env.columns", "observers", "algorithm", "optimizer")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import isfinite
 from typing import Any
 
@@ -29,6 +30,7 @@ ROLES = {  # by the names in data
 TEXTS = ("text", "input_text", "output_text")  # types of content parts
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 KEYS = ("tool_calls", "tool_call_id", "name", *THOUGHTS)
+PARAGRAPHS = ("text", "content", "contents", "sentences")  # keys of a document's text
 LEARNT = ("weight", "train", "loss")  # OpenAI's key, axolotl's and MS-Swift's
 KNOWN = {"role", "content", "from", "value", "function_call", *KEYS, *LEARNT}
 WRAPPED = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
@@ -90,6 +92,56 @@ class Cells:
             raise self.table.error(index, column, expected, roles)
         return turns
 
+    def text(self, index: int, column: str, value: Any) -> str:
+        """Return a text, or the paragraphs of a list of texts or of {title, text or sentences}."""
+        if isinstance(value, Mapping) and isinstance(value.get("title"), list):  # HotpotQA
+            columns = zip(*value.values(), strict=True)
+            value = [dict(zip(value, each, strict=True)) for each in columns]
+        texts = []
+        for each in value if isinstance(value, list) else [value]:
+            parts = [each]
+            if isinstance(each, Mapping):
+                body = next((each[key] for key in PARAGRAPHS if each.get(key)), None)
+                sentences = isinstance(body, list) and all(isinstance(s, str) for s in body)
+                parts = [each.get("title") or "", "".join(body) if sentences else body]
+            if not all(isinstance(part, str) for part in parts):
+                expected = "a text, or a list of texts or of {title, text}"
+                raise self.table.error(index, column, expected, value)
+            texts.append("\n".join(filter(None, parts)))
+        return "\n\n".join(texts)
+
+    def history(self, index: int, column: str, value: Any) -> list[Message]:
+        """Return the messages of earlier turns, from pairs of texts or a list of messages."""
+        if isinstance(value, list) and all(isinstance(turn, Mapping) for turn in value):
+            return self.messages(index, column, value)
+        pairs = isinstance(value, list) and all(isinstance(turn, list) for turn in value)
+        if not pairs or not all(len(turn) == 2 for turn in value):
+            raise self.table.error(index, column, "pairs of a prompt and a response", value)
+        pairs = [dict(zip(("user", "assistant"), turn, strict=True)) for turn in value]
+        chat = [{"role": role, "content": text} for pair in pairs for role, text in pair.items()]
+        return self.messages(index, column, chat)
+
+    def right_answers(self, index: int, column: str, value: Any) -> list[str]:
+        """Return the texts of a cell with right answers; [] for a response.
+
+        Lists and objects have several: [Lima, ...] (NQ), {text: [...]} (SQuAD), {target: [...]}
+        (Search-R1), {value, aliases: [...]} (TriviaQA). A bool is also yes or no (BoolQ).
+        """
+        if isinstance(value, bool):
+            return ["yes", "true"] if value else ["no", "false"]
+        if isinstance(value, Mapping) and {"text", "target", "value"} & value.keys():
+            if {"numbers", "role"} & value.keys():  # Countdown: its target is no answer
+                raise self.table.error(index, column, "a text or a list of right answers", value)
+            cells = (value.get(key) or [] for key in ("text", "target", "value", "aliases"))
+            lists = (each if isinstance(each, list) else [each] for each in cells)
+            value = list(chain.from_iterable(lists))
+        if not isinstance(value, list) or any(isinstance(each, Mapping) for each in value):
+            return []
+        texts = [each if isinstance(each, str) else json.dumps(each) for each in value]
+        if not any(text.strip() for text in texts):
+            raise self.table.error(index, column, "a right answer", value)
+        return list(dict.fromkeys(filter(str.strip, texts)))
+
     def tools(self, index: int, value: Any) -> list[Message]:
         """Return the schemas of a row's tools in OpenAI's form, from a list or its JSON."""
         try:
@@ -99,6 +151,12 @@ class Cells:
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise self.table.error(index, "tools", "a list of schemas of functions", value)
         return list(map(_as_function, self._clean(tools, value)))
+
+    def variables(self, index: int, column: str, value: Any) -> Message:
+        """Return the variables of a row for its chat template, without empty ones."""
+        if not isinstance(value, Mapping):
+            raise self.table.error(index, column, "variables of the chat template", value)
+        return {k: v for k, v in as_json(value).items() if v not in (None, "", [], {})}
 
     def _clean(self, value: Any, cell: Any) -> Any:
         """Return a value of a cell without what the table added; it adds nothing to JSON texts."""

@@ -127,13 +127,16 @@ class ChatEnv(EnvBase):
     def messages(self, row: dict) -> list[dict]:
         """Return the prompt of a row, with the env's system prompt if the row has none.
 
-        Its tools, or those of the env, are in the first message.
+        Its tools, or those of the env, and its variables for the chat template are in the first
+        message.
         """
         messages = list(row["messages"])
         if self.system_prompt is not None and messages[0]["role"] != self.system_role:
             messages.insert(0, {"role": self.system_role, "content": self.system_prompt})
         if tools := row.get("tools") or self.tools:
             messages[0] = {**messages[0], "tools": tools}
+        if variables := row.get("chat_template_kwargs"):
+            messages[0] = {**messages[0], "chat_template_kwargs": [variables]}
         return messages
 
     def rand_action(self, td: TensorDictBase) -> TensorDictBase:

@@ -5,17 +5,28 @@ envs/shapes.py finds the columns, envs/chat_cells.py parses the messages.
 
 import json
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
+from string import ascii_uppercase
 from typing import Any
 
+from envs.answers.choices import read_options, right_letter
 from envs.chat_cells import Cells, is_empty, role_and_text
 from envs.data import KINDS, LazyRows, Message, Row, Table, cell_of, is_file, load_table
-from envs.shapes import SYSTEM, BadCell, Shape, find_shape
+from envs.row_parts import (
+    NAMED,
+    PARTS,
+    UnreadColumn,
+    find_parts,
+    texts_of,
+)
+from envs.shapes import Shape, find_shape
 
-LABELS = ("label", "kto_tag")  # KTO: false for a response to avoid
+LABELS = ("label", "kto_tag", "is_correct", "helpfulness")  # false for a response to avoid
+TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 EVAL_SHARE, EVAL_ROWS = 0.1, 200  # size of the split without eval data, at most
 
@@ -27,6 +38,7 @@ class Origin:
     shapes: dict[tuple[str, ...], int] = field(default_factory=dict)  # rows by name and columns
     unused: dict[str, None] = field(default_factory=dict)  # columns, and keys of messages
     left_out: int = 0  # rows
+    bad: list[str] = field(default_factory=list)  # the faults of rows that cannot be read
 
     @property
     def why(self) -> str:
@@ -39,6 +51,9 @@ class Origin:
         parts = [", ".join(map(_count, self.shapes, self.shapes.values()))]
         if self.left_out:
             parts.append(self.why)
+        if self.bad:
+            first = self.bad[0].partition("; correct")[0]
+            parts.append(f"bad rows left out: {len(self.bad):,}, the first: {first}")
         if self.unused:
             parts.append(f"columns not used{readers}: {', '.join(self.unused)}")
         return f"data: {'; '.join(parts)}"
@@ -60,23 +75,33 @@ def load_chats(
     answers: bool = True,
     rejected: bool = False,
     chats_first: bool = True,
+    prepare: Callable[[Row], Row] | None = None,
+    skip_bad_rows: bool = False,
 ) -> dict[str, Sequence[Row]]:
     """Return the checked "train" and "eval" rows of a data set, or of several in their order.
 
-    A row has "messages" (the prompt), "response" (the message after it), "answer" (its text),
-    "index", "columns": all its cells by column name, None where the file has none, and "origin", an
-    `Origin`. If there are any: "question" (the cell of the prompt), "tools", and "unlearnt": the
-    indices of messages with a weight of 0.
+    A row has "messages" (the prompt), "answer" (the text of the right one), "index", "columns": all
+    its cells by column name, None where the file has none, and "origin", an `Origin`. If there are
+    any: "response" (the message to learn), "answers" (the texts of several right ones), "options"
+    (of multiple choice, by letter; the answer is a letter), "question" (the cell of the prompt),
+    "tools", "chat_template_kwargs", and "unlearnt": the indices of messages with a weight of 0.
 
     `columns` names the column "messages" (whole chats), or "question" and "answer"; without it the
-    shape is found (`find_shape`, which takes `chats_first`). Without `answers` an answer is read
-    only if `columns` names it. `rejected`: rows also have the response of the column "rejected";
-    pairs with equal or empty responses are left out. Eval rows: `eval_dataset`, else `eval_split`
-    of a hub data set, else a seeded tenth of the data (`split_off`); a file has no splits.
+    shape is found (`find_shape`, which takes `chats_first`). It also names the columns of other
+    parts (envs/row_parts.py); None for another column leaves that out. Without `answers` an answer
+    is read only if `columns` names it. `rejected`: rows also have the response of the column
+    "rejected"; pairs with equal or empty responses are left out. `prepare` completes a row.
+    `skip_bad_rows` leaves out rows that cannot be read or prepared. Eval rows: `eval_dataset`, else
+    `eval_split` of a hub data set, else a seeded tenth of the data (`split_off`); a file has no
+    splits.
     """
-    names = {name: column for name, column in (columns or {}).items() if column is not None}
-    options = {"answers": answers, "rejected": rejected, "chats_first": chats_first}
-    read = partial(_read, names=names, options=options)
+    columns = dict(_flat(columns or {}))
+    for name, column in columns.items():
+        if column and name not in (*NAMED, *PARTS):
+            known = ", ".join((*NAMED, *PARTS))
+            raise ValueError(f"env.columns.{name}={column}: expected one of {known}, or null")
+    reading = _Reading(columns, answers, rejected, chats_first, prepare, skip_bad_rows)
+    read = partial(_read, reading=reading)
     sets, held_out = _listed(dataset), _listed(eval_dataset)
     if not sets:
         raise ValueError(
@@ -97,27 +122,64 @@ def load_chats(
     return dict(zip(("train", "eval"), splits, strict=True))
 
 
+def _flat(columns: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | None]]:
+    """Yield named columns, and the others that are left out; a dot in a name is a level in YAML."""
+    for name, column in columns.items():
+        if isinstance(column, Mapping):
+            yield from _flat(column, f"{prefix}{name}.")
+        elif column is not None or prefix + name not in NAMED:
+            yield prefix + name, column
+
+
 def _listed(dataset: str | Sequence[str] | None) -> list[str]:
     names = [dataset] if isinstance(dataset, str) else [*(dataset or [])]
     return [str(name) for name in names]
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """The arguments of `load_chats` that rows are read with."""
+
+    columns: Mapping[str, str | None]
+    answers: bool
+    rejected: bool
+    chats_first: bool
+    prepare: Callable[[Row], Row] | None
+    skip_bad_rows: bool
+
+    def shape_of(self, table: Table) -> Shape:
+        """Return the shape of a table."""
+        return find_shape(
+            table,
+            {key: self.columns[key] or "" for key in NAMED if key in self.columns},
+            answers=self.answers,
+            rejected=self.rejected,
+            chats_first=self.chats_first,
+        )
+
+
 def _read(
-    sets: Sequence[str], split: str, *, names: Mapping[str, str], options: Mapping[str, bool]
+    sets: Sequence[str], split: str, *, reading: _Reading
 ) -> tuple[Sequence[Row], list[bytes]]:
     """Return the rows of data sets, and a key of each row's prompt, equal for equal prompts.
 
-    Rows made on access are checked now and made again. `options` are those of `find_shape`.
+    Rows made on access are checked now and made again.
     """
     origin, keys = Origin(), list[bytes]()
     parts: list[Sequence[Row]] = []
     for name in sets:
         table = load_table(name, split=split)
-        shape = find_shape(table, names, **options)
-        make = _Rows(table, shape, origin, rejected=options["rejected"], several=len(sets) > 1)
+        left = [column for column in table.columns if reading.columns.get(column, column)]
+        make = _Rows(replace(table, columns=left), reading, origin, several=len(sets) > 1)
         listed, indices = list[Row](), list[int]()
         for index in range(len(table.rows)):
-            row = make(index)
+            try:
+                row = make(index)
+            except ValueError as fault:
+                if not reading.skip_bad_rows or isinstance(fault, UnreadColumn):
+                    raise
+                origin.bad.append(str(fault))
+                continue
             if row is None:
                 origin.left_out += 1
                 continue
@@ -126,8 +188,9 @@ def _read(
             if isinstance(table.rows, list):
                 listed.append(row)
         if not indices:
-            raise ValueError(f"{name}: expected at least one row that is kept, {origin.why}")
-        label = (shape.name, *make.columns)
+            why = origin.bad[0] if origin.bad else origin.why
+            raise ValueError(f"{name}: expected at least one row that is kept, {why}")
+        label = (make.shape.name, *make.columns)
         origin.shapes[label] = origin.shapes.get(label, 0) + len(indices)
         parts.append(listed or LazyRows(make, indices))
     return _joined(parts), keys
@@ -145,20 +208,37 @@ def _joined(parts: list[Sequence[Row]]) -> Sequence[Row]:
 class _Rows:
     """Make the rows of a table in a shape; None for a row that is left out (`Origin.why`)."""
 
-    def __init__(
-        self, table: Table, shape: Shape, origin: Origin, *, rejected: bool, several: bool
-    ) -> None:
-        self.table, self.shape, self.origin = table, shape, origin
-        self.rejected, self.several = rejected, several
-        self.cells = Cells(table, origin.unused, pairs=rejected)
-        self.columns = [*shape.reads(table), *(["rejected"] if rejected else [])]
-        self.system = [name for name in SYSTEM if name in self.columns]
+    def __init__(self, table: Table, reading: _Reading, origin: Origin, *, several: bool) -> None:
+        self.table, self.origin, self.several = table, origin, several
+        self.shape = shape = reading.shape_of(table)
+        self.rejected, self.prepare = reading.rejected, reading.prepare
+        self.cells = Cells(table, origin.unused, pairs=self.rejected)
+        needed = [*shape.needs(), *(["rejected"] if self.rejected else [])]
+        self.parts = find_parts(table, reading.columns, shape, pairs=self.rejected)
+        read = [column for part in self.parts.read.values() for column in part]
+        self.columns = [*shape.needs(), *read, *needed[len(shape.needs()) :]]
         self.media = [name for name in MEDIA if name in table.columns]
-        first = table.rows[0]
-        self.labels = [name for name in LABELS if isinstance(first.get(name), bool)]
-        read = {name.partition(".")[0] for name in self.columns}
-        read |= {*self.columns, *self.labels, "tools"}
+        self.labels = self._labels(refuse_scores=reading.chats_first) if shape.response else []
+        read = {name.partition(".")[0] for name in self.columns} | {*self.columns, *self.labels}
         origin.unused.update((name, None) for name in table.columns if name not in read)
+
+    def _labels(self, *, refuse_scores: bool) -> list[str]:
+        """Return the columns that tell responses to learn, 1 or true, from others, 0 or false."""
+        labels = []
+        for name in LABELS:
+            if name not in self.table.columns or name in self.columns:
+                continue
+            values = {str(row.get(name)).lower() for row in self.table.rows} - {"none", ""}
+            is_class = name == "label" and "answer" in str(self.shape.response)  # 0 and 1 of SST-2
+            if values <= ({"true", "false"} if is_class else {*TRUTHS}):
+                labels.append(name)
+            elif refuse_scores and all(value.replace(".", "").isdigit() for value in values):
+                raise ValueError(
+                    f"{self.table.name}: expected {name} to tell responses to learn (1, true) from "
+                    f"others (0, false), got {', '.join(sorted(values)[:5])}; write a column of "
+                    f"these two, or learn all responses with env.columns.{name}=null"
+                )
+        return labels
 
     def __call__(self, index: int) -> Row | None:
         """Return a row; ValueError with its index and column if it is malformed."""
@@ -166,17 +246,15 @@ class _Rows:
         for name in self.media:
             if cells.get(name):
                 raise self.table.error(index, name, "a row of text alone", cells[name])
-        if any(cells.get(name) is False for name in self.labels):
+        if any(TRUTHS.get(str(cells.get(name)).lower()) is False for name in self.labels):
             return None
-        try:
-            row = self.shape.convert(cells) if self.shape.convert else cells
-        except BadCell as fault:
-            raise self.table.error(index, *fault.args) from None
+        row = self.shape.convert(cells) if self.shape.convert else cells
         out: Row = {"index": index, "columns": cells, "origin": self.origin}
         if self.several:
             out["index"] = f"{index} of {self.table.name}"
         if self.shape.prompt is not None:
             out["question"] = cell_of(row, self.shape.prompt)
+            row = self._answered(index, row, out)
         chat = self._chat(index, row, self.shape.response)
         if self.rejected:
             worse = self._chat(index, row, "rejected")
@@ -192,16 +270,70 @@ class _Rows:
                     raise self.table.error(index, column, expected, message)
             out["rejected"] = worse[-1]["content"]
         self._add_system(index, row, chat)
+        self._add_thoughts(index, row, chat)
+        if self.parts.unread:
+            texts = [str(m[key]) for m in chat for key in m if key != "role"]
+            self.parts.refuse_unread(self.table, cells, "\n".join(texts))
         if off := [place for place, message in enumerate(chat) if "weight" in message]:
             out["unlearnt"] = off
             for place in off:
                 del chat[place]["weight"]
-        if row.get("tools"):
-            self._add_tools(index, row, chat, out)
+        for _, cell in self._cells_of("tools", row):
+            self._add_tools(index, cell, chat, out)
+        for column, cell in self._cells_of("chat_template_kwargs", row):
+            out["chat_template_kwargs"] = self.cells.variables(index, column, cell)
         if self.shape.response is not None:
-            out["response"] = chat.pop()
-            out["answer"] = out["response"]["content"]
-        return out | {"messages": chat}
+            response = chat.pop()
+            out.setdefault("answer", response["content"])
+            if self.shape.learnt:
+                out["response"] = response
+        out["messages"] = chat
+        return self.prepare(out) if self.prepare else out
+
+    def _cells_of(self, part: str, row: Row) -> list[tuple[str, Any]]:
+        """Return the columns of a part that a row fills, with their cells."""
+        cells = [(column, cell_of(row, column)) for column in self.parts.read.get(part, ())]
+        return [(column, cell) for column, cell in cells if cell not in (None, "", [], {})]
+
+    def _answered(self, index: int, row: Row, out: Row) -> Row:
+        """Return a row with the text to learn, and add to `out` what is right.
+
+        Of several right answers the first is learnt; an option by its letter and text, as the
+        prompt has it, so that a reader of the first letter (lm-eval) finds it; a solution with the
+        answer behind it.
+        """
+        column = self.shape.response
+        if column is None or self.rejected:
+            return row
+        learnt = right = cell_of(row, column)
+        labels, options = self._options(index, row)
+        if options:
+            letter = right_letter(right, labels, list(options.values()))
+            if letter:
+                out |= {"answer": letter, "options": options}
+                learnt = f"{letter}. {options[letter]}"
+            elif not isinstance(right, str) or len(right.strip()) < 3:
+                raise self.table.error(index, column, "a letter, index or text of options", right)
+        elif several := self.cells.right_answers(index, column, right):
+            learnt = several[0]
+            out |= {"answer": learnt, "answers": several}
+        for solution, cell in self._cells_of("solution", row):
+            text, answer = self.cells.text(index, solution, cell), str(learnt)
+            out.setdefault("answer", answer)
+            has_answer = re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text)
+            learnt = text if has_answer else f"{text}\n#### {answer}"
+        return row if learnt is right else {**row, column: learnt}
+
+    def _options(self, index: int, row: Row) -> tuple[list[str], dict[str, str]]:
+        """Return the labels of a row's options, and their texts by letter."""
+        for column, cell in self._cells_of("options", row):
+            try:
+                labels, texts = read_options(cell)
+            except ValueError:
+                form = "options as a list of texts, {text, label} or {A: ..., B: ...}"
+                raise self.table.error(index, column, form, cell) from None
+            return labels, dict(zip(ascii_uppercase, texts, strict=False))
+        return [], {}
 
     def _chat(self, index: int, row: Row, response: str | None) -> list[Message]:
         """Return the prompt of a row, with a response if its column is given."""
@@ -213,22 +345,44 @@ class _Rows:
         for message in messages:
             if message["role"] == "assistant":
                 message["weight"] = 0  # a prompt is context
+        self._complete(index, row, messages)
         if response is None:
             return messages
         return cells.response(index, response, cell_of(row, response), prompt=messages)
 
+    def _complete(self, index: int, row: Row, prompt: list[Message]) -> None:
+        """Add the history of a row before its prompt, and its context and options at the end."""
+        last = prompt[-1]
+        texts = [self.cells.text(index, *cell) for cell in self._cells_of("context", row)]
+        lines = [f"{letter}. {text}" for letter, text in self._options(index, row)[1].items()]
+        if not all(line in last["content"] for line in lines):
+            texts.append("\n".join(lines))
+        last["content"] = "\n\n".join([last["content"], *texts])
+        for cell in self._cells_of("history", row):
+            past = self.cells.history(index, *cell)
+            for message in past:
+                if message["role"] == "assistant":
+                    message["weight"] = 0
+            place = int(prompt[0]["role"] == "system")
+            prompt[place:place] = past
+
     def _add_system(self, index: int, row: Row, chat: list[Message]) -> None:
         """Insert the text of a system column, unless the chat has a system message."""
-        for name in self.system:
-            text = row[name]
-            if text and not isinstance(text, str):
+        for name, text in self._cells_of("system", row):
+            if not isinstance(text, str):
                 raise self.table.error(index, name, "a text", text)
-            if text and chat[0]["role"] != "system":
+            if chat[0]["role"] != "system":
                 chat.insert(0, {"role": "system", "content": text})
 
-    def _add_tools(self, index: int, row: Row, chat: list[Message], out: Row) -> None:
+    def _add_thoughts(self, index: int, row: Row, chat: list[Message]) -> None:
+        """Add the thoughts of a row to its response, unless that has them."""
+        for column, cell in self._cells_of("thoughts", row):
+            if any(text not in chat[-1]["content"] for text in texts_of(cell)):
+                chat[-1].setdefault("reasoning_content", self.cells.text(index, column, cell))
+
+    def _add_tools(self, index: int, cell: Any, chat: list[Message], out: Row) -> None:
         """Add the schemas of a row's tools, unless its system message has them (as in Hermes)."""
-        tools = self.cells.tools(index, row["tools"])
+        tools = self.cells.tools(index, cell)
         if tools and not (chat[0]["role"] == "system" and "<tools>" in chat[0]["content"]):
             out["tools"] = tools
 

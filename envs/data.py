@@ -7,23 +7,27 @@ An error names row, column, the expected and the actual value. Small data sets a
 `datasets`. shapes.py and chat_rows.py turn rows into chats.
 """
 
+import json
 import logging
 import pickle
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envs.data_files import KINDS, find_files, kind_of, read_files, refuse_deep_rows
+from envs.data_files import KINDS, find_files, find_split, kind_of, read_files, refuse_deep_rows
 from policies.cache import sha256_of_path
 
 Row = dict[str, Any]
 Message = dict[str, Any]  # {"role": ..., "content": ...}
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name or name; :subset is optional
+LOADERS = {kind: (kind[1:], {}) for kind in (".csv", ".parquet", ".json")}  # of `datasets`
+LOADERS |= {".jsonl": ("json", {}), ".tsv": ("csv", {"sep": "\t"})}
 LARGE = 32 << 20  # bytes; rows of larger data sets are made on access
 EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # of paths: my.data, x/y.txt
 
@@ -93,13 +97,14 @@ class Table:
         """Return the error for a malformed cell."""
         return ValueError(
             f"{self.name}, row {index}, {column}: expected {expected}, got {got!r:.80} "
-            f"({type(got).__name__}); correct or remove the row, or select another column "
-            "with env.columns.question, env.columns.answer or env.columns.messages"
+            f"({type(got).__name__}); correct or remove the row (env.skip_bad_rows=true), or "
+            "select another column with env.columns.question, env.columns.answer or "
+            "env.columns.messages"
         )
 
 
 def cell_of(row: Row, column: str) -> Any:
-    """Return the cell of a column, or the key of a cell; None if the row has none.
+    """Return the cell of a column, or the key of a cell, also of JSON; None if the row has none.
 
     >>> cell_of({"reward_model": {"ground_truth": "72"}}, "reward_model.ground_truth")
     '72'
@@ -107,7 +112,11 @@ def cell_of(row: Row, column: str) -> Any:
     if column in row:
         return row[column]
     name, _, key = column.partition(".")
-    return cell_of(row[name], key) if key and isinstance(row.get(name), Mapping) else None
+    cell = row.get(name) if key else None
+    if isinstance(cell, str):
+        with suppress(ValueError):
+            cell = json.loads(cell)
+    return cell_of(cell, key) if isinstance(cell, Mapping) else None
 
 
 def is_file(dataset: str) -> bool:
@@ -170,21 +179,24 @@ def _load_datasets(dataset: str, split: str) -> Table:
         logger.set_verbosity(logging.CRITICAL)
     path = Path(dataset).expanduser()
     name, _, subset = dataset.partition(":")
-    cache = None  # the default
-    if path.is_dir():
-        refuse_deep_rows(path.rglob("*"))
-        name, subset = str(path), ""
+    options: dict[str, Any] = {"name": subset or None, "split": split}
+    is_saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    if path.is_dir() and not is_saved:
+        files = find_split(path, split)
+        refuse_deep_rows(files)
+        name, sep = LOADERS[kind_of(files[0])]
         # `datasets` knows a file by its path and time: a cache for each content
         cache = Path(datasets.config.HF_DATASETS_CACHE) / "leash" / sha256_of_path(path)
+        options = {"data_files": [*map(str, files)], "split": "train", "cache_dir": cache, **sep}
     try:
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            saved = datasets.load_from_disk(name)
+        if is_saved:
+            saved = datasets.load_from_disk(str(path))
             splits = saved if isinstance(saved, dict) else {"train": saved}
             if split not in splits:
                 raise ValueError(f"expected a split {' or '.join(splits)}, got {split!r}")
             data = splits[split]
         else:
-            data = datasets.load_dataset(name, subset or None, split=split, cache_dir=cache)
+            data = datasets.load_dataset(name, **options)
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
         raise OSError(error.__cause__ or error) from None
     small = data.data.nbytes <= LARGE

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from glob import glob
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,6 +40,42 @@ def find_files(dataset: str) -> list[Path]:
         return [path]
     pattern = re.sub(r"[\[?]", r"[\g<0>]", str(path))  # * alone is special
     return [Path(name) for name in sorted(glob(pattern, recursive=True))] or [path]
+
+
+def find_split(folder: Path, split: str) -> list[Path]:
+    """Return the files of a split of a folder, all of one kind; ValueError names those of others.
+
+    The split is in a name, as `datasets` reads it: train-00000.parquet, test/a.jsonl; without one,
+    train. A README.md beside them has no effect: it may name any file and address.
+    """
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    skipped = re.compile(r"(^|/)([._]|dataset_infos?\.json$)")
+    names = [name for name in sorted(folder.rglob("*")) if kind_of(name) in KINDS]
+    names = [name for name in names if not skipped.search(str(name.relative_to(folder)))]
+    if not names:
+        raise ValueError(f"{folder}: expected files ({', '.join(KINDS)}), got none")
+    patterns = get_data_patterns(str(folder))
+    groups = DataFilesDict.from_patterns(patterns, base_path=str(folder)).items()
+    splits = {os.path.realpath(name): str(key) for key, group in groups for name in group}
+    files: dict[str, list[Path]] = {}
+    for name in names:
+        files.setdefault(splits.get(os.path.realpath(name), ""), []).append(name)
+    rest = files.pop("", [])
+    if rest and "train" not in files:
+        files["train"], rest = rest, []
+    if not (wanted := files.get(split)):
+        raise ValueError(f"{folder}: expected a split {' or '.join(files)}, got {split!r}")
+    kind = kind_of(wanted[0]).removesuffix("l")
+    unread = [name for name in wanted if kind_of(name).removesuffix("l") != kind]
+    if unread := unread + (rest if split == "train" else []):
+        several = ",".join(map(str, [wanted[0], *unread[:3]]))
+        raise ValueError(
+            f"{folder}: expected files of one kind, each with its split in the name, got "
+            f"{wanted[0].name} and {', '.join(name.name for name in unread[:3])}; list what to "
+            f"read, with * for many files: env.dataset=[{several}]"
+        )
+    return wanted
 
 
 def read_files(files: Iterable[Path]) -> tuple[list[str], list[bytes]]:
@@ -174,8 +210,11 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(10_000):
             table = pyarrow.Table.from_batches([batch])
-            for row in datasets.Dataset(table).to_list():  # it decodes cells that it wrote as JSON
-                yield "", row
+            maps = [field.name for field in table.schema if "map<" in str(field.type)]  # of Spark
+            pairs = table.select(maps).to_pylist() if maps else repeat({})
+            rows = datasets.Dataset(table.drop_columns(maps)).to_list()  # decodes cells of JSON
+            for row, cells in zip(rows, pairs, strict=False):
+                yield "", {name: {**row, **cells}[name] for name in table.column_names}
     except pyarrow.ArrowException as error:
         raise OSError(error) from None
 

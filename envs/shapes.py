@@ -1,57 +1,52 @@
 """The shapes in which people publish rows, recognised by their columns.
 
 `SHAPES` is the table of docs/environments.md; the first that fits a file is taken. A `convert`
-joins the columns of a row that make up its prompt or response; envs/chat_cells.py then reads both.
+gives the columns of a row another form; envs/chat_cells.py then reads both, and the other parts of
+a prompt or response (envs/row_parts.py).
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from envs.chat_cells import ROLES
 from envs.data import Row, Table, cell_of
 
 REWARD = "with a reward of your own (env.rewards)"
 NAMED = "the named columns"
-SYSTEM = ("system", "system_prompt")
 TURN = re.compile(r"\n\n(Human|Assistant):")
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
-
-
-class BadCell(ValueError):
-    """A column that a shape cannot read: its name, what was expected, and its value."""
 
 
 @dataclass(frozen=True)
 class Shape:
     """Columns of rows: `prompt`, and `response` (for prompt=None whole chats).
 
-    `optional`: columns that a row may have besides. `fits`: whether cells of the needed columns
-    have this form; `convert` returns a row with a text or a chat in `prompt` and `response`.
+    `fits`: whether cells of the needed columns have this form; `convert` returns a row with a text
+    or a chat in `prompt` and `response`. `beside`: columns of which a table has one, too. Where not
+    `learnt`, the response is only a right answer to judge by.
     """
 
     name: str
     prompt: str | None
     response: str | None
-    optional: tuple[str, ...] = SYSTEM
     fits: Callable[[Row], bool] | None = None
     convert: Callable[[Row], Row] | None = None
+    beside: tuple[str, ...] = ()
+    learnt: bool = True
 
     def needs(self, *, answers: bool = True) -> list[str]:
         """Return the columns that a table must have, without `answers` those of the prompt."""
         columns = [self.prompt, self.response if answers or not self.prompt else None]
         return [column for column in columns if column is not None]
 
-    def reads(self, table: Table) -> list[str]:
-        """Return the columns of a table that are read."""
-        optional = [column for column in (*self.optional, "tools") if column in table.columns]
-        return [*self.needs(), *optional]
-
     def is_of(self, table: Table, *, answers: bool) -> bool:
         """Return whether a table has the needed columns, and cells of this form in them."""
         needed = self.needs(answers=answers)
-        if not all(map(table.has, needed)):
+        lacks = self.beside and not {*self.beside} & {*table.columns}
+        if lacks or not all(map(table.has, needed)):
             return False
         return self.fits is None or self.fits(_typical(table, needed))
 
@@ -76,25 +71,15 @@ def _has(value: Any, key: str) -> bool:
     return isinstance(value, Mapping) and value.get(key) is not None
 
 
-def _join_input(row: Row) -> Row:
-    """Return an instruction with its input and context below, after the turns of its history."""
-    texts = [row[column] for column in ("input", "context") if row.get(column)]
-    history = row.get("history") or []
-    if not texts and not history:
-        return row
-    for column in ("instruction", "input", "context"):
-        if row.get(column) and not isinstance(row[column], str):
-            raise BadCell(column, "a text", row[column])
-    text = "\n\n".join(filter(None, [row["instruction"], *texts]))
-    if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
-        raise BadCell("history", "pairs of a prompt and a response", history)
-    past = [
-        {"role": role, "content": content}
-        for turn in history
-        for role, content in zip(("user", "assistant"), turn, strict=True)
-    ]
-    chat = [*past, {"role": "user", "content": text}]
-    return {**row, "instruction": chat if past else text}
+def _asks(column: str) -> Callable[[Row], bool]:
+    """Return whether the chat of a row ends with a message that is not the assistant's."""
+
+    def fits(row: Row) -> bool:
+        chat = row.get(column)
+        last = chat[-1] if isinstance(chat, list) and chat else None
+        return isinstance(last, Mapping) and ROLES.get(str(last.get("role"))) in ("user", "tool")
+
+    return fits
 
 
 def _as_calls(row: Row) -> Row:
@@ -137,25 +122,36 @@ def _has_calls(row: Row) -> bool:
     return _first_message_has("name", "answers")(row)
 
 
-ALPACA = ("input", "context", "history", *SYSTEM)  # Dolly has the context, Alpaca the input
 TRUTH = "reward_model.ground_truth"
+OPTIONS = ("options", "choices")  # of multiple choice
+PROMPTS = ("question", "prompt", "problem", "query", "instruction", "input", "messages")
+ANSWERS = ("answer", "response", "output", "completion", "ground_truth", "solution", "label")
 SHAPES = [
     Shape("ShareGPT pairs", "conversations", "chosen"),
     Shape("ShareGPT", None, "conversations", fits=_first_message_has("from", "conversations")),
     Shape("ShareGPT", None, "messages", fits=_first_message_has("from", "messages")),
+    *(
+        Shape("chats and answers", "messages", name, fits=_asks("messages"), learnt=False)
+        for name in ("ground_truth", "solution", "answer")
+    ),
     Shape("OpenAI messages", None, "messages"),
     Shape("OpenAI messages", None, "conversations"),
-    Shape("verl", "prompt", TRUTH, fits=lambda row: cell_of(row, TRUTH) is not None),
+    Shape("verl", "prompt", TRUTH, fits=lambda row: cell_of(row, TRUTH) is not None, learnt=False),
     Shape("xLAM", "query", "answers", fits=_has_calls, convert=_as_calls),
-    Shape("Alpaca", "instruction", "output", optional=ALPACA, convert=_join_input),
-    Shape("Alpaca pairs", "instruction", "chosen", optional=ALPACA, convert=_join_input),
-    Shape("Dolly", "instruction", "response", optional=ALPACA, convert=_join_input),
+    Shape("Alpaca", "instruction", "output"),
+    Shape("Alpaca pairs", "instruction", "chosen"),
+    Shape("Dolly", "instruction", "response"),
+    Shape("multiple choice", "question", "answer", beside=OPTIONS),
+    Shape("multiple choice", "question", "answerKey", beside=OPTIONS),
     Shape("questions and answers", "question", "answer"),
+    Shape("questions and several answers", "question", "answers"),
+    Shape("questions and several answers", "question", "golden_answers"),
     Shape("questions and responses", "question", "response"),
     Shape("preferences", "question", "chosen"),
     Shape("prompts and answers", "prompt", "answer"),
     Shape("prompts and completions", "prompt", "completion"),
     Shape("prompts and responses", "prompt", "response"),
+    Shape("inputs and outputs", "input", "output"),
     Shape("HH-RLHF", "prompt", "chosen", fits=_in_turns("prompt"), convert=_split_turns),
     Shape("preferences", "prompt", "chosen"),
     Shape("HH-RLHF", None, "chosen", fits=_in_turns("chosen"), convert=_split_turns),
@@ -181,7 +177,8 @@ def find_shape(
     if rejected and "rejected" not in table.columns:
         raise ValueError(
             f"{table.name}: expected a column 'rejected' with the worse responses, got "
-            f"{', '.join(table.columns)}; rename the column that has them to rejected"
+            f"{', '.join(table.columns)}; rename the column that has them, or write rows of "
+            "prompt, chosen and rejected from the scores of responses"
         )
     if names:
         return _named(table, names, answers=answers or "answer" in names)
@@ -201,28 +198,31 @@ def _of_prompts(shape: Shape) -> Shape:
 def _named(table: Table, names: Mapping[str, str], *, answers: bool) -> Shape:
     """Return the shape of named columns; the columns that are not named have common names."""
     if "messages" in names:
-        if len(names) > 1:
-            got = " and ".join(f"env.columns.{name}" for name in names)
+        if alone := [name for name in ("question", "answer") if name in names]:
+            got = " and ".join(f"env.columns.{name}" for name in ("messages", *alone))
             raise ValueError(f"expected env.columns.messages alone, got {got}; leave one out")
-        return Shape(NAMED, None, table.require("messages", names["messages"]), optional=())
-    question = names.get("question") or _first(table, "question", "prompt")
+        return Shape(NAMED, None, table.require("messages", names["messages"]))
+    question = names.get("question") or _first(table, ("question", "prompt"), "question")
     table.require("question", question)
     if not answers:
-        return Shape("prompts", question, None, optional=())
+        return Shape("prompts", question, None)
     alone = f"; without answers: env=prompts env.columns.question={question}, {REWARD}"
-    answer = names.get("answer") or _first(table, "answer", "completion", "chosen")
-    return Shape(NAMED, question, table.require("answer", answer, alone), optional=())
+    answer = names.get("answer") or _first(table, ("answer", "completion", "chosen"), "answer")
+    return Shape(NAMED, question, table.require("answer", answer, alone))
 
 
-def _first(table: Table, *columns: str) -> str:
-    return next((column for column in columns if column in table.columns), columns[0])
+def _first(table: Table, names: Sequence[str], default: str) -> str:
+    """Return the column of a table that has the first of these names, in any case."""
+    columns = {column.lower(): column for column in reversed(table.columns)}
+    return next((columns[name] for name in names if name in columns), default)
 
 
 def _describe_lack(table: Table, shapes: list[Shape]) -> str:
     """Return the nearest shape, and a remedy, for a table that none fits."""
     got = f"expected a known shape of rows, got {', '.join(table.columns)}"
     for column in table.columns:
-        if any(_first_message_has(key, column)(table.rows[0]) for key in ("role", "from")):
+        is_chat = any(_first_message_has(key, column)(table.rows[0]) for key in ("role", "from"))
+        if is_chat and not _asks(column)(table.rows[0]):
             return f"{got}; set env.columns.messages={column}"
 
     def nearness(shape: Shape) -> tuple[float, bool]:
@@ -230,8 +230,8 @@ def _describe_lack(table: Table, shapes: list[Shape]) -> str:
         return share, shape.response == "answer"
 
     near = max(shapes, key=nearness)
-    columns = (near.prompt, near.response)
-    question, answer = (name if name and table.has(name) else "<column>" for name in columns)
+    question = _first(table, (near.prompt or "", *PROMPTS), "<column>")
+    answer = _first(table, (near.response or "", *ANSWERS), "<column>")
     return (
         f"{got}; the nearest is {near.name}, with {' and '.join(near.needs())}; set env.columns."
         f"question={question} env.columns.answer={answer}, or for prompts alone env=prompts "

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from envs.env import EnvBase
 from policies.chats.containers import LogProbs, Masks, Tokens
+from policies.chats.messages import OF_CHAT
 from policies.padding import compact, pad, pad_mask, positions, widen
 from policies.protocols import Generator
 from trainer.batch import RESPONSE
@@ -90,7 +91,7 @@ class Trajectories:
         before = td.get(("history", "full")).chats()
         after = td.get(("next", "history", "prompt")).chats()
         for row, chat in zip(rows.tolist(), after, strict=True):
-            self.messages[row] = [{k: v for k, v in m.items() if k != "tools"} for m in chat]
+            self.messages[row] = [{k: m[k] for k in m if k not in OF_CHAT} for m in chat]
         last = self.tokens["ids"][rows, self.lengths[rows] - 1].tolist()
         unanswered = any(len(a) == len(b) for b, a in zip(before, after, strict=True))
         if "step_count" not in td.get("next") and unanswered:  # the chat would never end

@@ -1,10 +1,11 @@
 """Tasks with rows of a data set; a subclass adds the reward."""
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from envs.answers.choices import chosen_letter
+from envs.answers.extraction import extract_answer
 from envs.chat_rows import load_chats
 from envs.data import map_rows
 from envs.tasks.task import Response, Reward, Row, Split, Task
@@ -15,8 +16,9 @@ SORTED_DIGITS = Path(__file__).parent / "data" / "sorted_digits_preferences.json
 class DatasetTask(Task):
     """Rows of a file or of the hub, read by `envs.chat_rows.load_chats`.
 
-    A row has "messages" (the prompt), "response" (the data's message), "answer" (its text),
+    A row has "messages" (the prompt), "response" (the data's message), "answer" (the right one),
     "index", "columns" (all cells by column name) and the additions of `prepare`. Override `reward`.
+    `skip_bad_rows` leaves out rows that cannot be read, or that `prepare` refuses.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "two.jsonl"
@@ -45,8 +47,9 @@ class DatasetTask(Task):
         split: str = "train",
         eval_split: str | None = None,
         seed: int = 0,
+        skip_bad_rows: bool = False,
     ) -> None:
-        splits = load_chats(
+        self._rows = load_chats(
             dataset or self.packaged,
             eval_dataset=eval_dataset,
             columns=columns,
@@ -56,11 +59,9 @@ class DatasetTask(Task):
             answers=self.answers,
             rejected=self.rejected,
             chats_first=self.chats_first,
+            prepare=self.prepare,
+            skip_bad_rows=skip_bad_rows,
         )
-        self._rows = {name: map_rows(self.prepare, rows) for name, rows in splits.items()}
-        if type(self).prepare is not DatasetTask.prepare:
-            for rows in self._rows.values():  # report faulty rows on disk before a run
-                deque(rows, maxlen=0)
 
     def prepare(self, row: Row) -> Row:
         """Return the row with additions for the reward; ValueError for a faulty row."""
@@ -71,12 +72,38 @@ class DatasetTask(Task):
         return self._rows[split]
 
     def demonstrations(self) -> Sequence[Row]:
-        """Return the train chats, with the response as last message."""
+        """Return the train chats, with the response as last message; ValueError without one."""
         return map_rows(_demonstration, self._rows["train"])
 
 
 def _demonstration(row: Row) -> Row:
+    if "response" not in row:
+        raise ValueError(
+            f"row {row['index']}: expected a response to learn, got a right answer alone "
+            f"({row['origin'].describe()}); judge by it with experiment=grpo_own, or name a column "
+            "of responses with env.columns.question and env.columns.answer"
+        )
     return {**row, "messages": [*row["messages"], row["response"]]}
+
+
+def right_answers(row: Row) -> list[str]:
+    """Return the right answers of a row, without thoughts and what stands before their marks.
+
+    ValueError for a row that has none which a text can equal: a call, unit tests, an empty text.
+    """
+    answers = row.get("answers", [row["answer"]])
+    finals = [extract_answer(answer)[0] for answer in answers]
+    tests = all(name in finals[0] for name in ('"inputs"', '"outputs"'))
+    if row.get("response", {}).get("tool_calls") or tests:
+        got = "unit tests" if tests else "a call of a tool"
+        remedy = "use env=prompts with a reward of your own (env.rewards)"
+        raise ValueError(f"row {row['index']}, answer: expected a text, got {got}; {remedy}")
+    if not all(finals):
+        raise ValueError(
+            f"row {row['index']}, answer: expected a text after its mark, got "
+            f"{row['answer'][-80:]!r}; correct or remove the row (env.skip_bad_rows=true)"
+        )
+    return finals
 
 
 class Prompts(DatasetTask):
@@ -115,10 +142,14 @@ class Chats(DatasetTask):
     chats_first = True
 
     def reward(self, row: Row, response: Response) -> Reward:
-        """Return 1 for a response with the words of the data's answer, else 0."""
-        if row["response"].get("tool_calls"):
+        """Return 1 for a response with the words of the data's, or its option, else 0."""
+        learnt = row.get("response", {})
+        if learnt.get("tool_calls"):
             return Reward(total=0.0, parts={"exact": math.nan}, success=False, dropped=True)
-        exact = response.text.split() == row["answer"].split()
+        right = row.get("answers", [learnt.get("content", row["answer"])])
+        exact = response.text.split() in [text.split() for text in right]
+        if "options" in row:
+            exact = chosen_letter(response.text, row["options"]) == row["answer"]
         return Reward(
             total=float(exact), parts={"exact": float(exact)}, success=exact and response.complete
         )

@@ -56,13 +56,15 @@ class MathProblems(MathWords):
         answers = [extract_answer(response.text) for response in responses]
         texts = [answer if marked else "" for answer, marked in answers]
         results: list[Any] = [
-            same_mathematics(answer, row["final"]) for row, answer in zip(rows, texts, strict=True)
+            any(same_mathematics(answer, right) for right in row["finals"])
+            for row, answer in zip(rows, texts, strict=True)
         ]
         if self.symbolic:
             open_ = [i for i, row in enumerate(rows) if not results[i] and _is_new(texts[i], row)]
-            calls = [(texts[i], rows[i]["final"]) for i in open_]
-            for i, result in zip(open_, self._workers.map(calls), strict=True):
-                results[i] = result
+            places = [(i, right) for i in open_ for right in rows[i]["finals"]]
+            compared = self._workers.map([(texts[i], right) for i, right in places])
+            for (i, _), result in zip(places, compared, strict=True):
+                results[i] = results[i] is True or result
         marks = zip(results, answers, responses, strict=True)
         return [_reward(result, marked, response) for result, (_, marked), response in marks]
 

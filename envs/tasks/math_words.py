@@ -11,16 +11,16 @@ from itertools import chain
 from typing import Any
 
 from envs.answers.comparison import same_answer
-from envs.answers.extraction import extract_answer, final_answer, marked_answer
+from envs.answers.extraction import extract_answer, marked_answer
 from envs.answers.numbers import last_number
-from envs.tasks.dataset import DatasetTask
+from envs.tasks.dataset import DatasetTask, right_answers
 from envs.tasks.task import Response, Reward, Row
 
 
 class MathWords(DatasetTask):
     """Word problems from a data set, rewarded for the right final number.
 
-    `dataset` and the rest as in `envs.chat_rows.load_chats`; a row's "final" is its right answer.
+    `dataset` and the rest as in `envs.chat_rows.load_chats`; "finals" of a row: the right answers.
     The parts: correct (the reward), format (the response marks its answer and ends by itself). Data
     of which half or more of the answers neither hold a number nor mark a text are a ValueError, a
     smaller share is a warning.
@@ -50,16 +50,12 @@ class MathWords(DatasetTask):
             warnings.warn(f"{fault}: only a response of the same text earns these", stacklevel=2)
 
     def prepare(self, row: Row) -> Row:
-        """Return the row with its right answer as "final"."""
-        final = final_answer(row["answer"])
-        if not final:
-            fault = f"row {row['index']}, answer: expected a final answer after its mark"
-            raise ValueError(f"{fault}, got {row['answer'][-60:]!r}; correct or remove the row")
-        return {**row, "final": final}
+        """Return the row with its right answers as "finals"."""
+        return {**row, "finals": right_answers(row)}
 
     def reward(self, row: Row, response: Response) -> Reward:
         """Return 1 if the response's final answer is the right one, else 0."""
         answer, marked = extract_answer(response.text)
-        correct = same_answer(answer, row["final"])
+        correct = any(same_answer(answer, right) for right in row["finals"])
         parts = {"correct": float(correct), "format": float(marked and response.complete)}
         return Reward(total=parts["correct"], parts=parts, success=correct)

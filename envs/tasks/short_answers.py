@@ -1,21 +1,25 @@
 """Questions whose right answer is a short text: yes, Paris, 42."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
+from envs.answers.choices import chosen_letter
 from envs.answers.comparison import holds_words, plain, similarity
-from envs.answers.extraction import extract_answer, final_answer
-from envs.tasks.dataset import DatasetTask
+from envs.answers.extraction import extract_answer
+from envs.tasks.dataset import DatasetTask, right_answers
 from envs.tasks.task import Response, Reward, Row
 
+STATED = re.compile(r"(?i)^[\s*]*answer[\s*]*:[\s*]*(.*\S)\s*\Z", re.MULTILINE)  # as DAPO's
 MATCHES = ("exact", "words", "normalised", "fuzzy")
 
 
 class Answers(DatasetTask):
     """Questions of a data set, rewarded for the right answer, which is any text or number.
 
-    A response's answer is its text marked by ####, <answer> or \\boxed, else all of it without
-    thoughts. `match` compares it with the right answer.
+    A response's answer is its text marked by ####, <answer> or \\boxed, or its last line "Answer:
+    <text>", else all of it without thoughts. `match` compares it with the right answers, of which
+    one is enough; for options see `envs.answers.choices.chosen_letter`.
     exact: the same characters. normalised: the same words, without case, punctuation and spacing; a
     number by its value. words: the response contains the right answer as whole words, even if it
     lists every possible answer. fuzzy: a similarity of at least `threshold`, one typing error in
@@ -44,23 +48,32 @@ class Answers(DatasetTask):
         super().__init__(dataset, **data)
 
     def prepare(self, row: Row) -> Row:
-        """Return the row with its right answer as "final"."""
-        final = final_answer(row["answer"])
+        """Return the row with its right answers as "finals"."""
+        finals = right_answers(row)
         # pandas writes a missing value as "NaN".
-        if not final or not plain(final) or final == "NaN":
+        if finals == ["NaN"] or not all(map(plain, finals)):
             raise ValueError(
-                f"row {row['index']}, answer: expected a text after its mark, got "
-                f"{row['answer']!r:.80}; correct or remove the row"
+                f"row {row['index']}, answer: expected a text, got {row['answer']!r:.80}; correct "
+                "or remove the row (env.skip_bad_rows=true)"
             )
-        return {**row, "final": final}
+        return {**row, "finals": finals}
 
     def reward(self, row: Row, response: Response) -> Reward:
         """Return 1 if the response's answer is right, else 0."""
-        answer, right = extract_answer(response.text)[0], row["final"]
+        if "options" in row:
+            correct = chosen_letter(response.text, row["options"]) == row["answer"]
+            return Reward(float(correct), {"correct": float(correct)}, success=correct)
+        answer, marked = extract_answer(response.text)
+        if not marked and (stated := STATED.search(answer)):
+            answer = stated[1]
         if self.match == "fuzzy":
-            alike = similarity(answer, right)
+            alike = max(similarity(answer, right) for right in row["finals"])
             correct = alike >= self.threshold
             return Reward(float(correct), {"correct": correct, "similarity": alike}, correct)
-        same = {"words": holds_words, "exact": str.__eq__}.get(self.match)
-        correct = same(answer, right) if same else plain(answer) == plain(right)
+        same = {"words": holds_words, "exact": str.__eq__}.get(self.match, _same_words)
+        correct = any(same(answer, right) for right in row["finals"])
         return Reward(float(correct), {"correct": float(correct)}, success=correct)
+
+
+def _same_words(answer: str, right: str) -> bool:
+    return plain(answer) == plain(right)

@@ -23,7 +23,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     """Hold the messages of one or many chats.
 
     `is_complete` is False for a response cut before its end-of-turn token; `tools`, on the first
-    message, are the schemas of the chat's tools.
+    message, are the schemas of the chat's tools, and `chat_template_kwargs` has a dict with the
+    variables of its template.
 
     >>> history = History.from_chats([[{"role": "user", "content": "Hi"}]])
     >>> history.append(History(role="assistant", content="Yo", batch_size=[1])).shape
@@ -43,6 +44,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     thinking: str | None = None
     reasoning: str | None = None
     tools: list[dict] | None = None
+    chat_template_kwargs: list[dict] | None = None
 
     @classmethod
     def from_chats(cls, chats: Sequence[Any]) -> "History":

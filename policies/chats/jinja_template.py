@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from policies.chats.messages import Message
+from policies.chats.messages import OF_CHAT, Message
 from policies.chats.text_encoder import Span
 
 SECONDS = 5.0  # of computing for one chat; real templates take milliseconds
@@ -54,7 +54,7 @@ def render_template(
 
     The first message may have "tools": the template gets them as its variable `tools`.
     """
-    chat = [{k: v for k, v in m.items() if v is not None and k != "tools"} for m in messages]
+    chat = [{k: v for k, v in m.items() if v is not None and k not in OF_CHAT} for m in messages]
     try:
         with _RENDERING, bounded():
             rendered: Any = render_jinja_template(

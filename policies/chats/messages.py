@@ -18,7 +18,9 @@ OPTIONAL = (
     "thinking",
     "reasoning",
     "tools",  # of the whole chat, on its first message
+    "chat_template_kwargs",  # likewise, in a list
 )
+OF_CHAT = ("tools", "chat_template_kwargs")
 FIELDS = ("role", "content", "is_complete", *OPTIONAL)
 Message = dict[str, Any]
 

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from policies.chats.jinja_template import render_template
 from policies.chats.messages import Message
 from policies.chats.pieces import Piece, close_turn, count_same, cut
-from policies.chats.templates import Template, fix_date
+from policies.chats.templates import Template, fix_date, reads_variable, without_variables
 from policies.chats.text_encoder import Encoder, Span
 from policies.chats.tool_calls import THOUGHTS, WRITTEN, make_call, make_schema, with_arguments
 
@@ -63,8 +64,11 @@ class Outlines:
         options = {"add_generation_prompt": prompt, "tagged": self.tagged}
         if any(message.get("tool_calls") for message in messages):
             messages = [with_arguments(m, as_text=self._takes_text) for m in messages]
+        template, variables = self.template, self._variables
+        for more in messages[0].get("chat_template_kwargs") or ():
+            template, variables = without_variables(template, more), variables | more
         try:
-            text, tags = render_template(messages, self.template, self._variables, **options)
+            text, tags = render_template(messages, template, variables, **options)
         except ValueError as error:
             first = "change policy.system_prompt, or " if messages[0]["role"] == "system" else ""
             raise ValueError(f"{self.label} {error}; {first}{self.remedy}") from error
@@ -78,7 +82,8 @@ class Outlines:
         For example, gpt-oss drops the thought of a call once its chat has a final response.
         """
         before = self.text(messages[:-1], True)[0]
-        alone = [{"role": "user", "content": "x"}, messages[-1]]
+        variables = {"chat_template_kwargs": messages[0].get("chat_template_kwargs")}
+        alone = [{"role": "user", "content": "x"} | variables, messages[-1]]
         if not text.startswith(before):
             opening, turn = self.text(alone[:1], True)[0], self.text(alone, False)[0]
             if turn.startswith(opening):
@@ -234,8 +239,15 @@ class Outlines:
                 if message.get(key) and not self.writes[key]:
                     raise ValueError(
                         f"message {i}, {key}: {self.label} writes no {key}; "
-                        f"{self.remedy_for_tools}, or remove {key} from the row"
+                        f"{self.remedy_for_tools}, or remove {key} from the row (a column with "
+                        "env.columns.<column>=null)"
                     )
+        for name in chain.from_iterable(messages[0].get("chat_template_kwargs") or ()):
+            if name in self._variables or not reads_variable(self.template, name):
+                raise ValueError(
+                    f"chat_template_kwargs.{name}: unknown to {self.label}; set another "
+                    "policy.chat_template, or env.columns.chat_template_kwargs=null"
+                )
 
     @cached_property
     def writes(self) -> dict[str, bool]:

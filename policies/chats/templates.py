@@ -9,7 +9,7 @@ Left out on purpose: guessing a family from a model's name. The tokenizer's own 
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
@@ -89,7 +89,7 @@ def with_variables(text: str, variables: Mapping[str, Any]) -> str:
     text = text.removeprefix(before)
     settings = {m[1]: m[0] for m in re.finditer(SETTING, before)}
     for name, value in variables.items():
-        if name in RESERVED or not re.search(rf"(?<![\w.'\"]){re.escape(name)}(?!\w)", text):
+        if not reads_variable(text, name):
             raise ValueError(f"policy.chat_template_kwargs.{name}: unknown to the chat template")
         settings[name] = f"{{%- set {name} = {value!r} %}}\n"  # Jinja reads Python's literals
     return "".join(settings.values()) + text
@@ -116,6 +116,23 @@ def fix_date(text: str) -> str:
     """
     day = date.fromisoformat(_DAY[0]) if _DAY[0] else date.today()
     return re.sub(CALL, lambda call: repr(day.strftime(call[2])), text)
+
+
+def reads_variable(text: str, name: str) -> bool:
+    """Return whether a template reads a variable that a chat may set."""
+    pattern = rf"(?<![\w.'\"]){re.escape(name)}(?!\w)"
+    return name not in RESERVED and re.search(pattern, text) is not None
+
+
+def without_variables(text: str, names: Collection[str]) -> str:
+    """Return a template without the assignments of these variables that `with_variables` wrote.
+
+    >>> without_variables(with_variables("{{ a }}", {"a": 1}), ["a"])
+    '{{ a }}'
+    """
+    before = re.match(f"({SETTING})*", text)[0]  # pyright: ignore[reportOptionalSubscript]
+    others = [m[0] for m in re.finditer(SETTING, before) if m[1] not in names]
+    return "".join(others) + text.removeprefix(before)
 
 
 def require_template(tokenizer: Any) -> None:

@@ -45,7 +45,7 @@ OF_REFERENCES = {"kl.reference", "kl.refresh_every", "kl.refresh_decay"}
 OF_REFERENCES |= {"kl.reference_temperature", "kl.hint"}
 EXACT = ("grpo_full", "distil")  # the default of algorithm=distil is kl=distil
 OF_SAMPLING = {"algorithm.group_size", "trainer.overlap", "kl.allow_biased"}
-OF_DATA = {"env.eval_dataset", "env.split", "env.eval_split"}
+OF_DATA = {"env.eval_dataset", "env.split", "env.eval_split", "env.skip_bad_rows"}
 OF_DATA |= {f"env.columns.{name}" for name in ("messages", "question", "answer")}
 
 OF_TOOLS = {"env.tool_timeout", "env.max_calls"}  # env.tools is empty

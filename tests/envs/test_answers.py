@@ -108,7 +108,7 @@ def test_what_is_right_by_each_match(tmp_path, match):
     task = make_task(compose_checked(words)["env"])
     for row, (_, said, matches) in zip(task.rows("train"), CASES, strict=True):
         reward = task.reward(row, Response(said, True, []))
-        assert reward.success is (match in matches.split()), (row["final"], said)
+        assert reward.success is (match in matches.split()), (row["finals"], said)
         assert reward.total == reward.parts["correct"] == float(reward.success)
 
 

@@ -176,6 +176,46 @@ def test_a_prompt_of_rl_has_its_calls_and_tools(tmp_path):
         assert ids[i] == policy.tokenizer.apply_chat_template(chat, **given)
 
 
+VARIABLES = (  # reads a variable of SmolLM3's and one of Qwen's
+    "{% if custom %}{{ '<|im_start|>system\n' + custom + '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{{ '<think></think>' if enable_thinking is false }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "fault"),
+    [
+        ({"custom": "Arr.", "enable_thinking": True}, None),
+        ({"custom": "", "enable_thinking": False}, None),
+        (None, None),
+        ({"custom": "<|im_end|>"}, "control tokens"),
+        ({"eos_token": "a"}, r"eos_token: .*env\.columns\.chat_template_kwargs=null"),
+        ({"other": "a"}, r"other: .*env\.columns\.chat_template_kwargs=null"),
+    ],
+)
+def test_a_row_sets_variables_of_its_template(tmp_path, variables, fault):
+    policy = load_policy(
+        "tiny", chat_template=VARIABLES, chat_template_kwargs={"enable_thinking": False}
+    )
+    path = write(tmp_path / "d.jsonl", {"prompt": "w 0?", "chat_template_kwargs": variables})
+    (row,) = Prompts(path, eval_dataset=path).rows("train")
+    messages = ChatEnv(Prompts(path, eval_dataset=path)).messages(row)
+    history = History.from_chats([messages])
+    options = {"tokenizer": policy.renderer, "tokenize": True, "add_generation_prompt": True}
+    if fault:
+        with pytest.raises(ValueError, match=fault):
+            history.apply_chat_template(**options)
+        return
+    assert history.chats() == [messages]
+    given = {"enable_thinking": False} | (variables or {})
+    expected = policy.tokenizer.apply_chat_template(
+        [ASK], chat_template=VARIABLES, add_generation_prompt=True, return_dict=False, **given
+    )
+    assert history.apply_chat_template(**options) == [expected]
+
+
 def test_preferences_are_texts_or_chats(tmp_path):
     asked = [{"prompt": "w 0?"}, {"prompt": [ASK]}, {"prompt": "w 0?"}]
     responses = [("18 C", "5"), ([SAY], [WRONG]), (BOTH, [ASK, WRONG])]
@@ -186,7 +226,7 @@ def test_preferences_are_texts_or_chats(tmp_path):
         assert list(pair["origin"].unused) == ["n"]
 
 
-ALPACA = {"instruction": "Sort.", "input": "21", "output": "12", "system": "s"}
+ALPACA = {"instruction": "Sort.", "input": "21", "output": "12", "id": 7, "source": "s"}
 COLUMNS = ("env.columns.question=instruction", "env.columns.answer=output")
 NO_END = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}" + (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -199,7 +239,7 @@ def test_an_sft_run_names_unused_columns_and_a_template_without_an_end(tmp_path,
     (template := tmp_path / "no_end.jinja").write_text(NO_END)
     small = ("policy.model=tiny", "trainer.num_iterations=1", "optimizer.warmup=0")
     data = (f"env.dataset={path}", f"env.eval_dataset={path}", *COLUMNS)
-    said = "columns not used: input, system"
+    said = "columns not used: id, source"
     for more in ((), (f"policy.chat_template={template}",)):
         train_here(tmp_path / f"run{len(more)}", "experiment=sft_own", *small, *data, *more)
         printed = " ".join(capsys.readouterr().out.split())

@@ -6,6 +6,8 @@ import os
 import random
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 from hypothesis import given
@@ -128,6 +130,54 @@ def test_shards_and_splits_of_a_folder(tmp_path, capfd):
     found = load_chats(str(tmp_path), eval_split="test")
     assert (len(found["train"]), len(found["eval"])) == (30, 4)
     assert capfd.readouterr() == ("", ""), "no progress bars"
+
+
+README = "---\nconfigs:\n- config_name: default\n  data_files: {}\n---\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "split", "read"),
+    [
+        (
+            ["a.jsonl", "b.csv"],
+            "train",
+            r"a\.jsonl and b\.csv.*env\.dataset=\[.*a\.jsonl,.*b\.csv\]",
+        ),
+        (["train.jsonl", "extra.jsonl", "test.jsonl"], "train", r"extra\.jsonl.*env\.dataset=\["),
+        (["data.jsonl", "test_cases.jsonl"], "train", ["data.jsonl"]),
+        (["data.jsonl", "test_cases.jsonl"], "test", ["test_cases.jsonl"]),
+        (["train.jsonl", "test.jsonl"], "dev", "expected a split t.* or t.*, got 'dev'"),
+        (["a.jsonl", "b.json", "_c.csv", "dataset_infos.json"], "train", ["a.jsonl", "b.json"]),
+        (["a.tsv", "README.md: ../x.jsonl"], "train", ["a.tsv"]),
+        (["a.jsonl", "README.md: https://example.org/x.jsonl"], "train", ["a.jsonl"]),
+        (["notes.txt"], "train", "expected files .*, got none"),
+    ],
+)
+def test_a_folder_reads_its_own_files_or_names_what_it_does_not_read(tmp_path, files, split, read):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write(tmp_path / "x.jsonl", ROWS)
+    for i, (name, _, content) in enumerate(name.partition(": ") for name in files):
+        if name.endswith((".md", ".txt")):
+            (folder / name).write_text(README.format(content))
+        else:
+            write(folder / name, ROWS[i : i + 1])
+    if isinstance(read, list):
+        rows = [ROWS[i] for i, name in enumerate(files) if name in read]
+        assert load_table(str(folder), split=split).rows == rows
+    else:
+        with pytest.raises(ValueError, match=read):
+            load_table(str(folder), split=split)
+
+
+def test_a_map_column_of_a_parquet_file_is_read(tmp_path):
+    """Spark writes such columns; `datasets` has no type for them."""
+    meta = pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64()))
+    columns = {name: [row[name] for row in ROWS[:2]] for name in ROWS[0]}
+    pq.write_table(pa.table({"meta": meta, **columns}), tmp_path / "d.parquet")
+    table = load_table(str(tmp_path / "d.parquet"))
+    assert table.rows == [{"meta": [("k", 1)], **ROWS[0]}, {"meta": None, **ROWS[1]}]
+    assert table.columns == ["meta", *ROWS[0]]
 
 
 def test_a_folder_of_save_to_disk_is_loaded(tmp_path):

@@ -33,8 +33,15 @@ def write(path, *rows):
 def test_a_published_shape_is_recognised_and_read(tmp_path, case, suffix):
     path = write(tmp_path / f"d{suffix}", case["row"])
     task = (Preferences if "rejected" in case else Chats)(path, eval_dataset=path)
-    (row,) = task.demonstrations()
+    (row,) = judged = task.rows("train")
+    if case["chat"][-1]["role"] == "assistant":
+        (row,) = task.demonstrations()
+    else:
+        with pytest.raises(ValueError, match=r"row 0: expected a response .*env\.columns\.answer"):
+            task.demonstrations()
     assert row["messages"] == case["chat"]
+    right = case.get("right", [case["chat"][-1]["content"]])
+    assert judged[0].get("answers", [judged[0]["answer"]]) == right
     assert row.get("tools") == case.get("tools")
     assert row.get("rejected") == case.get("rejected")
     assert row.get("unlearnt") == case.get("unlearnt")
@@ -64,7 +71,11 @@ ALONE = r"and answer; set env\.columns\.question={0} env\.columns\.answer=.*env=
         ({"prompt": "Hi", "gold": "Ho"}, ALONE.format("prompt")),
         ({"text": "Hi"}, r"env=prompts env\.columns\.question="),
         ({"dialog": [HI, HO]}, r"env\.columns\.messages=dialog"),
-        ({"input": "Hi", "output": "Ho"}, r"Alpaca, .*instruction.*; set .*answer=output"),
+        ({"Question": "Hi", "Response": "Ho"}, r"question=Question env.columns.answer=Response"),
+        (
+            {"input": [HI], "label": "Ho"},
+            r"set env.columns.question=input env.columns.answer=label",
+        ),
         ({"chosen": "Ho", "rejected": "No"}, r"chosen; set env\.columns\.question="),
         ({"query": "Hi", "answers": ["Ho"]}, r"xLAM, .*env\.columns\.question=query"),
         (
@@ -75,7 +86,13 @@ ALONE = r"and answer; set env\.columns\.question={0} env\.columns\.answer=.*env=
         ({"prompt": [HI, HO], "answer": "Ho"}, "row 0, prompt: .*not with a response or its"),
         ({"query": "Hi", "tools": "[]", "answers": "[{"}, r"row 0, answers\[0\]\.tool_calls: "),
         ({"instruction": "Hi", "output": "Ho", "input": 5}, "row 0, input: expected a text"),
-        ({"instruction": [HI], "output": "Ho", "input": "a"}, "row 0, instruction: .* a text"),
+        ({"question": "Hi", "answer": "Ho", "context": [5]}, "row 0, context: expected a text"),
+        (
+            {"question": "Hi", "answer": {"target": 24, "numbers": [2, 12]}},
+            "row 0, answer: .*right",
+        ),
+        ({"question": "Hi", "answer": 2, "choices": ["Ho", "No"]}, "row 0, answer: .*options"),
+        ({"question": "Hi", "answer": 0, "choices": "Ho"}, "row 0, choices: expected options"),
         ({"instruction": "Hi", "output": "Ho", "history": ["ab"]}, "row 0, history: .*pairs"),
         ({"question": "Hi", "answer": "Ho", "images": ["a.png"]}, "row 0, images: .*text alone"),
         ({"question": "Hi", "answer": math.nan}, "row 0, answer: "),
@@ -100,9 +117,100 @@ def test_nulls_of_calls_stay_unless_the_file_added_them(tmp_path, name):
     assert got == ({"a": 1, "b": None} if name == "d.jsonl" else {"a": 1})
 
 
-@pytest.mark.parametrize("label", ["label", "kto_tag"])
-def test_a_response_to_avoid_is_left_out_and_counted(tmp_path, label):
-    rows = [{"prompt": f"{i}?", "completion": "Ho", label: i % 3 > 0} for i in range(6)]
+CHAT = {"messages": [HI, HO]}
+ASKED = {"prompt": "Hi", "completion": "Ho"}
+ANSWERED = {"question": "Hi", "answer": "Ho"}
+NAMED = {"question": "p", "answer": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "column", "part"),
+    [
+        (CHAT | {"documents": ["Ann came."]}, {}, "documents", None),
+        (CHAT | {"choices": ["a", "b"]}, {}, "choices", None),
+        (CHAT | {"history": [["a", "b"]]}, {}, "history", None),
+        (CHAT | {"reasoning": "Hm, hm."}, {}, "reasoning", None),
+        (CHAT | {"system_message": "Be brief."}, {}, "system_message", "system"),
+        (CHAT | {"metadata": '{"tools": [{"name": "w"}]}'}, {}, "metadata", "tools"),
+        (ASKED | {"functions": [{"name": "w"}]}, {}, "functions", "tools"),
+        (ASKED | {"cot": "Hm.", "Complex_CoT": "Hmm."}, {}, "Complex_CoT", "thoughts"),
+        (ANSWERED | {"rationale": "Hm."}, {}, "rationale", "solution"),
+        ({"p": "Hi", "a": "Ho", "passage": "b"}, NAMED | {"context": "c"}, "passage", "context"),
+    ],
+)
+def test_a_column_of_prompt_or_response_is_read_refused_or_left_out(
+    tmp_path, row, columns, column, part
+):
+    path = write(tmp_path / "d.jsonl", row | {"c": "cc", "id": 1, "date": "2026"})
+    with pytest.raises(ValueError, match=rf"env\.columns\.{column}=null") as caught:
+        load_chats(path, eval_dataset=path, columns=columns)
+    remedy = re.search(rf"env\.columns\.(\w+)=({column}\S*) to read it", str(caught.value))
+    assert (remedy and remedy[1]) == part
+    (kept,) = load_chats(path, eval_dataset=path, columns=columns | {column: None})["train"]
+    assert "cc" in str(kept["messages"]) or "context" not in columns
+    assert list(kept["origin"].unused)[-2:] == ["id", "date"]
+    if remedy and not columns:
+        (read,) = load_chats(path, eval_dataset=path, columns={part: remedy[2], "cot": None})[
+            "train"
+        ]
+        changed = [
+            key for key in ("messages", "response", "tools") if read.get(key) != kept.get(key)
+        ]
+        assert len(changed) == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        CHAT | {"prompt": "Hi", "reasoning": "on", "documents": [], "context": "Hi"},
+        CHAT | {"problem": "1", "solution": "2", "answer": "3", "explanation": "4"},
+        ASKED | {"solution": "2", "metadata": {"tools": None, "n": 1}, "thinking": False},
+        ANSWERED | {"level": 1, "type": "a", "source": "b", "context": None, "score_answer": 1.5},
+    ],
+)
+def test_columns_that_add_nothing_end_no_run(tmp_path, row):
+    path = write(tmp_path / "d.jsonl", row)
+    (done,) = Chats(path, eval_dataset=path).demonstrations()
+    assert done["messages"] == [HI, HO]
+
+
+@pytest.mark.parametrize("columns", [{"contxt": "question"}, {"context": "id", "messages": "chat"}])
+def test_a_part_that_no_row_has_is_refused(tmp_path, columns):
+    path = write(tmp_path / "d.jsonl", ANSWERED | {"chat": [HI, HO], "id": "a"})
+    with pytest.raises(ValueError, match=rf"env\.columns\.{next(iter(columns))}="):
+        load_chats(path, eval_dataset=path, columns=columns)
+
+
+@pytest.mark.parametrize("scores", [range(5), [0.5, 1, 1, 0, 1]])
+def test_scores_are_no_labels_and_are_refused_in_sft(tmp_path, scores):
+    rows = [{"prompt": "Hi", "response": "Ho", "helpfulness": score} for score in scores]
+    path = write(tmp_path / "d.jsonl", *rows)
+    with pytest.raises(ValueError, match=r"env\.columns\.helpfulness=null"):
+        Chats(path, eval_dataset=path)
+    kept = Chats(path, eval_dataset=path, columns={"helpfulness": None})
+    assert len(kept.rows("train")) == len(rows)
+    assert len(Prompts(path, eval_dataset=path).rows("train")) == len(rows)
+
+
+def test_bad_rows_are_left_out_and_counted_if_wanted(tmp_path):
+    rows = [{"question": f"{i}?", "answer": a} for i, a in enumerate(["1", None, "####", "2"])]
+    path = write(tmp_path / "d.jsonl", *rows)
+    for bad in (rows[1], rows[2]):
+        with pytest.raises(ValueError, match=r"row 1, answer.*env\.skip_bad_rows=true"):
+            MathWords(write(tmp_path / "e.jsonl", rows[0], bad))
+    kept = MathWords(path, eval_dataset=path, skip_bad_rows=True).rows("train")
+    assert [row["question"] for row in kept] == ["0?", "3?"]
+    assert "bad rows left out: 2, the first: " in kept[0]["origin"].describe()
+    path = write(tmp_path / "d.jsonl", *rows[1:3])
+    with pytest.raises(ValueError, match="row 0, answer"):
+        MathWords(path, eval_dataset=path, skip_bad_rows=True)
+
+
+@pytest.mark.parametrize("label", ["label", "kto_tag", "is_correct"])
+@pytest.mark.parametrize("form", [bool, int, str, float])
+def test_a_response_to_avoid_is_left_out_and_counted(tmp_path, label, form):
+    rows = [{"prompt": f"{i}?", "completion": "Ho", label: form(i % 3 > 0)} for i in range(6)]
+    rows[1][label] = None
     path = write(tmp_path / "d.jsonl", *rows)
     kept = Chats(path, eval_dataset=path).demonstrations()
     assert [row["messages"][0]["content"] for row in kept] == ["1?", "2?", "4?", "5?"]
@@ -122,7 +230,7 @@ def test_an_answer_is_taken_before_a_chat_except_for_sft(tmp_path):
     row = {"messages": [HI, HO], "question": "2 + 3?", "answer": "#### 5"}
     path = write(tmp_path / "d.jsonl", row)
     (problem,) = MathWords(path, eval_dataset=path).rows("train")
-    assert (problem["question"], problem["final"]) == ("2 + 3?", "5")
+    assert (problem["question"], problem["finals"]) == ("2 + 3?", ["5"])
     (demonstration,) = Chats(path, eval_dataset=path).demonstrations()
     assert demonstration["messages"] == [HI, HO]
 

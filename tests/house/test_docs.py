@@ -36,7 +36,7 @@ PAGES += sorted(DOCS.glob("*.md"))
 TEXT = "\n".join(page.read_text() for page in PAGES).replace("\\\n", " ")
 ELSEWHERE = {"env=verifiers", "env=brief"}  # need a package, or a file of the page
 OPEN = ("env.task.", "env.rewards.", "env.transforms.", "policy.chat_template_kwargs.")
-OPEN += ("policy.engine.",)
+OPEN += ("policy.engine.", "env.columns.")
 FILES = [
     (str(path.parent.relative_to(ROOT / "conf")), path)
     for path in (ROOT / "conf").rglob("*/*.yaml")

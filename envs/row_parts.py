@@ -1,0 +1,116 @@
+"""Which columns of a table belong to a prompt or a response, by their names.
+
+A column that belongs to one and is not read ends the run; ids, sources, scores and dates do not.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from envs.data import Row, Table, cell_of
+from envs.shapes import OPTIONS, Shape
+
+NAMED = ("messages", "question", "answer")  # keys of env.columns for the columns of a shape
+# Parts of a row, keys of env.columns, with the names in lower case that their columns have.
+PROMPT = {
+    "context": (
+        *("input", "context", "contexts", "passage", "passages", "paragraph", "paragraphs"),
+        *("document", "documents", "article", "background"),
+    ),
+    "history": ("history", "chat_history", "conversation_history"),
+    "system": ("system", "system_prompt", "system_message", "system_instruction"),
+    "options": OPTIONS,
+    "tools": ("tools", "functions", "metadata.tools"),
+}
+RESPONSE = {
+    "thoughts": (
+        *("reasoning", "reasoning_content", "thinking", "thought", "thoughts"),
+        *("chain_of_thought", "cot", "complex_cot"),
+    ),
+    "solution": ("solution", "explanation", "rationale"),
+}
+PARTS = {**PROMPT, **RESPONSE, "chat_template_kwargs": ("chat_template_kwargs",)}
+# Read only as env.columns.<part>=<column>: they often hold something else.
+ON_REQUEST = ("system_message", "system_instruction", "functions", "metadata.tools")
+ON_REQUEST += ("explanation", "rationale")
+OF_CHATS = ("system", "tools", "chat_template_kwargs")  # parts that are read beside whole chats
+SEVERAL = ("context", "system")  # parts that may have several columns
+SWITCHES = ("", "on", "off", "yes", "no", "true", "false")  # such a cell has no text to read
+NOT_TEXTS = ("role", "from", "type", "id", "title")  # keys of nested cells
+
+
+class UnreadColumn(ValueError):
+    """A column of prompt or response that is not read."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Columns of a table by part: those that are `read`, and `unread` ones with the remedy."""
+
+    read: dict[str, list[str]] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
+
+    def refuse_unread(self, table: Table, row: Row, chat: str) -> None:
+        """Raise UnreadColumn for a cell with texts that neither a part reads nor `chat` has."""
+        for column, remedy in self.unread.items():
+            if not all(text in chat for text in texts_of(cell_of(row, column))):
+                raise UnreadColumn(
+                    f"{table.name}: expected all columns of prompt and response to be read, got "
+                    f"{column!r} beside them; set {remedy}"
+                )
+
+
+def find_parts(
+    table: Table, columns: Mapping[str, str | None], shape: Shape, *, pairs: bool
+) -> Parts:
+    """Return the parts of a table beside the columns of its `shape` (envs/shapes.py).
+
+    `columns`: env.columns; null leaves a column out. Responses of `pairs` have no parts, others a
+    solution only beside a bare answer.
+    """
+    expects, takes = {*PROMPT, "chat_template_kwargs"}, {*OF_CHATS}
+    if shape.prompt:
+        takes |= expects
+    if shape.response and shape.learnt and not pairs:
+        takes |= {*RESPONSE} if shape.prompt else set()
+        expects |= {*RESPONSE} if "answer" in shape.response.lower() else {"thoughts"}
+    beside = [*shape.needs(), "rejected" if pairs else "", *columns.values()]
+    beside += [name.partition(".")[0] for name in beside if name]
+    free = [name for name in table.columns if name not in beside]
+    parts = Parts()
+    for part, names in PARTS.items():
+        named = columns.get(part)
+        if named and part not in takes:
+            raise ValueError(
+                f"env.columns.{part}={named}: the rows of {table.name} have no place for it; leave "
+                "it out, or name the columns env.columns.question and env.columns.answer"
+            )
+        present = [column for column in free if column.lower() in names]
+        present += [n for n in names if "." in n and n.partition(".")[0] in free and n != named]
+        present.sort(key=lambda column: names.index(column.lower()))
+        if named:
+            parts.read[part] = [table.require(part, named)]
+        for column in present if part in expects else ():
+            more = part not in parts.read or (part in SEVERAL and not named)
+            if part in takes and more and column.lower() not in ON_REQUEST:
+                parts.read.setdefault(part, []).append(column)
+                continue
+            remedy = f"env.columns.{part}={column} to read it, or " if part in takes else ""
+            remedy += f"env.columns.{column.partition('.')[0]}=null to leave it out"
+            parts.unread[column] = remedy
+    return parts
+
+
+def texts_of(cell: Any) -> Iterator[str]:
+    """Yield the texts of a cell, nested ones too, without numbers and switches.
+
+    >>> list(texts_of([{"id": "7", "text": " It rains. "}, "off", 3, None]))
+    ['It rains.']
+    """
+    if isinstance(cell, str) and cell.strip().lower() not in SWITCHES:
+        yield cell.strip()
+    elif isinstance(cell, Mapping | list):
+        keyed = cell.items() if isinstance(cell, Mapping) else enumerate(cell)
+        for key, value in keyed:
+            if key not in NOT_TEXTS:
+                yield from texts_of(value)
