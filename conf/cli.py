@@ -52,6 +52,9 @@ def cli() -> int:
     return 0
 
 
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and mpirun
+
+
 def expand(words: list[str]) -> list[str]:
     """Expand the shorthands of a command line.
 
@@ -70,6 +73,12 @@ def expand(words: list[str]) -> list[str]:
         folder = word.removeprefix("resume=")  # names of sweep jobs contain = and ,
         if folder != word and not sweeps and re.search(r"^[^'\"].*[^\w./~@+-]", folder):
             words[place] = f"resume={quoted(folder)}"
+    several = [name for name in TASKS if int(os.environ.get(name) or 1) > 1]
+    if several and "WORLD_SIZE" not in os.environ:
+        name, tasks = several[0], os.environ[several[0]]
+        one = f"for one, start one task with launch.num_processes={tasks} or torchrun"
+        each = f"for {tasks}, unset {name}"
+        raise ValueError(f"{name}={tasks} would be {tasks} runs; {one} (docs/slurm.sh); {each}")
     if (ranks := int(os.environ.get("WORLD_SIZE") or 1)) > 1:
         if sweeps:
             raise ValueError("a sweep starts its own ranks; type python train.py -m ...")

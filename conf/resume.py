@@ -9,20 +9,23 @@ from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import checked
 from conf.schema import TYPES, declared, groups, part_of
+from policies.contents import files_of
 from trainer.runs.discover import find_jobs, has_weights, is_running
 from trainer.runs.run_files import PLACES, PREFIX
 
 OF_TRAINER = ("num_iterations", "stop_at", "patience", "overlap", "profile")
 RESUMABLE = (*(f"trainer.{name}" for name in OF_TRAINER), "policy.engine", "observers")
 RESUMABLE += ("tracker", "launch", "checkpoint")
+MOVABLE = ("env.dataset", "env.eval_dataset")  # to a place with the same content
 # Evaluations before and after have the same rows, temperature and frontier.
 RESUMABLE += ("eval.every", "eval.num_samples", "eval.greedy", "eval.prompts_per_batch")
 
+OF_A_RESUME = (*RESUMABLE, *MOVABLE)
 CLASSES = {"float": (int, float), "int": int, "bool": bool, "str": str, "list": list, "dict": dict}
 
 
 def resumed(
-    folder: str, cfg: DictConfig, words: Sequence[str], *, may=RESUMABLE, **instead: Any
+    folder: str, cfg: DictConfig, words: Sequence[str], *, may=OF_A_RESUME, **instead: Any
 ) -> dict[str, Any]:
     """Return a run's saved configuration with `instead` and the keys of `words`, checked.
 
@@ -36,7 +39,11 @@ def resumed(
         if not is_among(key, (*may, "allow_targets")):
             only = f"only {', '.join(may)}; start a new run for it"
             raise ValueError(f"{key} cannot change here, {only}")
-        OmegaConf.update(saved, key, OmegaConf.select(cfg, key), merge=False, force_add=True)
+        value = OmegaConf.select(cfg, key)
+        names = list(value) if OmegaConf.is_list(value) else value
+        if cfg.mode == "train" and key in MOVABLE and not files_of(names):
+            raise ValueError(f"expected {key} to be files with the rows of this run, got {value}")
+        OmegaConf.update(saved, key, value, merge=False, force_add=True)
     saved.update({"resume": str(folder), "mode": cfg.mode, "preflight": False, **instead})
     return checked(saved)
 
@@ -93,7 +100,9 @@ def job_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """
     if not (folder / "config.yaml").is_file():
         return config
-    for key in differences(read_saved(folder), config):
+    saved = read_saved(folder)
+    config = config | {"date": config["date"] or saved["date"]}
+    for key in differences(saved, config):
         if not is_among(key, RESUMABLE):
             raise ValueError(
                 f"{folder} holds a job with another {key}; give another hydra.sweep.dir"

@@ -12,7 +12,8 @@ import trainer
 from conf import build
 from conf.plan import plan
 from envs.rewards.validate import try_reward
-from policies.cache import sha256_of_inputs
+from policies.chats.templates import dated
+from policies.contents import sha256_of_inputs
 from trainer.early_stopping import Stopped
 from trainer.runs.failures import record_failure
 from trainer.runs.folders import TEMPORARY
@@ -32,7 +33,8 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
     parts = plan(config)
     if cfg.preflight_gpu:
         return dry_run(parts, config, folder)
-    with parts.runtime(folder=folder, seed=cfg.seed) as runtime:
+    runtime = parts.runtime(folder=folder, seed=cfg.seed)
+    with runtime, dated(runtime.gather(cfg.date)[0]):  # nodes may have other clocks
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
 
         # ---- the task, the policy and the environment between them
@@ -43,6 +45,8 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         autocast = resolve_autocast(cfg.policy.get("autocast"), runtime.device)
         policy = runtime.load(lambda **device: parts.policy(autocast=autocast, **device))
         runtime.write_status(model=policy.files.about(), products=str(policy.scorer.autocast))
+        if "strftime_now" in str(policy.tokenizer.chat_template):
+            runtime.write_status(date=cfg.date)
         transforms = {name: part() for name, part in parts.transforms.items()}
         env = parts.make_env(task, policy, transforms.values())
         references = build.make_references(cfg, policy, env)

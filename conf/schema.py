@@ -47,6 +47,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "above 0 and below 1": lambda x: 0 < x < 1,
     "to be 0": lambda x: x == 0,
     "to be true": lambda x: x is True,
+    "to be YYYY-MM-DD": lambda x: bool(re.fullmatch(r"\d{4}-[01]\d-[0-3]\d", x)),
     "to be of 64 bits": lambda x: -(2**63) <= x < 2**63,
     "to be two numbers from 0 to below 1": lambda x: len(x) == 2 and all(0 <= b < 1 for b in x),
     "to be a text or a list of texts": lambda x: (

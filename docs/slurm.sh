@@ -3,7 +3,7 @@
 # Tried without Slurm (tests/trainer/scale/test_nodes.py): see what your site needs.
 #SBATCH --job-name=leash
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1     # torchrun, which starts a rank a GPU
+#SBATCH --ntasks-per-node=1     # torchrun, which starts a rank a GPU; a task each would be a run each
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --time=12:00:00

@@ -12,8 +12,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from glob import glob
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,43 +44,6 @@ def sha256_file(path: Path) -> str:
     """Return the sha256 of a file as 64 hex digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-TEXTS = (".json", ".jinja", ".txt", ".model")  # files of a model folder, without weights
-INPUTS = ("dataset", "eval_dataset", "chat_template", "model", "reward_model")
-
-
-def sha256_of_inputs(node: Any, path: str = "") -> dict[str, str]:
-    """Return the sha256 of the files that a configuration names, by their keys.
-
-    Covers files and folders of data, templates and models, and the modules of each `_target_`
-    outside of leash. policy.model is hashed without weights: the reference's hash covers those.
-    """
-    out: dict[str, str] = {}
-    children = node.items() if isinstance(node, dict) else enumerate(node)
-    for name, value in children:
-        key = f"{path}.{name}" if path else str(name)
-        if name in INPUTS and (files := _files_of(value)):
-            texts = TEXTS if key == "policy.model" else None
-            each = [sha256_of_path(file, texts) for file in files]
-            out[key] = each[0] if len(each) == 1 else sha256_of_texts(each)
-        elif isinstance(value, dict | list):
-            out |= sha256_of_inputs(value, key)
-        elif name == "_target_" and not value.startswith(("policies.", "envs.", "trainer.")):
-            spec = find_spec(value.rpartition(".")[0])
-            if spec and spec.origin and Path(spec.origin).is_file():
-                out[key] = sha256_file(Path(spec.origin))
-    return out
-
-
-def _files_of(value: Any) -> list[Path]:
-    """Return the files and folders that a value names: a path, a pattern with *, or several."""
-    files = []
-    for name in value if isinstance(value, list) else [value]:
-        path = os.path.expanduser(str(name))
-        is_pattern = "*" in path and not os.path.exists(path)
-        files += sorted(glob(path, recursive=True)) if is_pattern else [path]
-    return [Path(file) for file in files if os.path.exists(file)]
 
 
 def sha256_of_path(path: Path, suffixes: Sequence[str] | None = None) -> str:

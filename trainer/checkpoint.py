@@ -46,11 +46,13 @@ class Checkpoints:
         every: int = 0,
         keep_last: int = 2,
         keep_best: bool = False,
+        on_stop: bool = True,
         reference: Reference | NoReference | None = None,
     ) -> None:
         self.runtime, self.policy, self.optimizer = runtime, policy, optimizer
         self.reference = reference or NoReference()
-        self.every, self.keep_last, self.keep_best = every, keep_last, keep_best
+        self.every, self.on_stop = every, on_stop
+        self.keep_last, self.keep_best = keep_last, keep_best
         self.folder = runtime.folder / "checkpoints"
         self.last: int | None = None  # iteration of the last saved or restored checkpoint
         self.skipped: list[str] = []  # damaged checkpoints that `newest` skipped

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from policies.contents import INPUTS, changed_inputs
+
 
 @dataclass
 class Progress:
@@ -36,12 +38,11 @@ def _restore(loop: Any, state: dict[str, Any]) -> None:
     """Load a checkpoint's state; ValueError if the reference or a file has changed."""
     pairs = [("the reference", state["reference"], loop.retrieve_kl.sha256)]
     pairs += [("the teacher", state.get("teacher", ""), loop.teacher.sha256)]
-    for key, sha in state["inputs"].items():
-        got = loop.inputs.get(key, sha)
-        if not key.endswith("_target_"):
-            pairs.append((f"the files of {key}", sha, got))
-        elif got != sha:
-            loop.observers.say(f"note     the code of {key} has changed since this run began")
+    for key, label in changed_inputs(state["inputs"], loop.inputs).items():
+        if key.rpartition(".")[2] in INPUTS:
+            pairs.append((label, state["inputs"].get(key, "none"), loop.inputs.get(key, "none")))
+        else:
+            loop.observers.say(f"note     {label} changed since this run began")
     for label, expected, got in pairs:
         if got != expected:
             raise ValueError(

@@ -78,7 +78,8 @@ class Trainer:
         self.last_sync = push_weights(self.policy, self.generator)  # resume loads only the policy
         gc.freeze()  # garbage collection skips the objects of the set-up
         self.runtime.on_stop = self.observers.stopping
-        self.runtime.write_status(iteration=self.progress.iteration)  # the parent sees the start
+        about = {"iteration": self.progress.iteration, "inputs": self.inputs}
+        self.runtime.write_status(**about)  # the parent sees the start
         try:
             self.observers.begin()
             self._catch_up()
@@ -257,8 +258,8 @@ class Trainer:
         return deepcopy({name: part.state_dict() for name, part in self.parts.items()})
 
     def _save(self, states: dict[str, Any]) -> None:
-        """Save a checkpoint with these states of the parts, if checkpoints are on."""
-        if self.checkpoints.every and self.progress.iteration:
+        """Save a checkpoint with these states of the parts at a stop, if that is on."""
+        if self.checkpoints.on_stop and self.progress.iteration:
             self.checkpoints.save(self.progress.iteration, self.state_dict() | {"parts": states})
 
     def _finish(self) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 from policies.chats.jinja_template import render_template
 from policies.chats.messages import Message
 from policies.chats.pieces import Piece, close_turn, count_same, cut
-from policies.chats.templates import Template, reads_variable, without_variables
+from policies.chats.templates import Template, fix_date, reads_variable, without_variables
 from policies.chats.text_encoder import Encoder, Span
 from policies.chats.tool_calls import THOUGHTS, WRITTEN, make_call, make_schema, with_arguments
 
@@ -46,10 +46,10 @@ class Outlines:
     """Cache the outlines of one template; `ends` are the tokens that end a turn."""
 
     def __init__(self, template: Template, variables: Mapping[str, Any], encoder: Encoder) -> None:
-        self.template, self.label, self.ends = template.text, template.label, list[str]()
+        self.template, self.label = fix_date(template.text), template.label
+        self.ends = list[str]()
         self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
         self._variables, self._encoder = dict(variables), encoder
-        self.dated = "strftime_now" in self.template
         self.nonce = secrets.token_hex(16)
         self._known: dict[str, Outline] = {}
         encoder.control |= self.find_markers()
@@ -97,7 +97,7 @@ class Outlines:
         """
         blank = self.blank(messages)
         key = f"{prompt}{last_turn}{blank}"
-        outline = None if self.dated else self._known.get(key)
+        outline = self._known.get(key)
         if outline is None:
             self.refuse_markup(messages)
             self._refuse_unwritten(messages)

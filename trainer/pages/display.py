@@ -273,7 +273,9 @@ def show_run(runtime: Any, total: int) -> Display:
     products += f", {frozen} weights frozen that a text never reaches" if frozen else ""
     bare = dig(run.status, "model", "without_adapter")
     products += f", LoRA leaves out {100 * bare:.2g}% of the weights in matrices" if bare else ""
+    day = run.status.get("date")
     header: dict[str, str | Path] = {"model": f"{name} ({origin}, sha256 {sha[:12]}{products})"}
+    header |= {"date": f"{day}, which the chat template writes"} if day else {}
     if not (device := dig(run.status, "machine", "device") or "cpu").startswith("cpu"):
         header["device"] = device
     if runtime.ranks == 1 and "ACCELERATE_MIXED_PRECISION" in os.environ:  # by accelerate launch

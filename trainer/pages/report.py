@@ -121,7 +121,7 @@ def _changes(run: Run) -> list[list[str]]:
     follows = tuple(f"{k}." for k, value in (leash | theirs).items() if value.startswith("${"))
     by_hand, by_experiment = [], []
     for key in leash | theirs | ours:
-        if key not in ours or key in PLACES or f"{key}.".startswith(follows):
+        if key not in ours or key in (*PLACES, "date") or f"{key}.".startswith(follows):
             continue
         first, second, value = leash.get(key, ""), theirs.get(key, ""), ours[key]
         # a model that an experiment trains has become a folder

@@ -87,6 +87,8 @@ def repeat_command(run: Run) -> str:
     words = [word for word in run.words if not word.startswith(left_out)]
     named = [word for word in words if word.startswith("experiment=")]
     rest = [word for word in words if word not in named]
+    if (day := run.status.get("date")) and "date" not in run.overrides:
+        rest.append(f"date={day}")
     if not named and (chosen := dig(hydra, "runtime", "choices", "experiment")):
         named = [f"experiment={chosen}"]  # by the primary configuration
     command = map(redact_text, [*_config_flags(hydra), *named, *rest])

@@ -1,23 +1,22 @@
 """Models named `experiment:<name>`: train that experiment once and cache it. Torch-free."""
 
-import hashlib
-import inspect
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from policies.cache import build_once, cache_dir
+from policies.contents import content_key, sha256_of_inputs, sha256_of_leash
 from trainer.runs.failures import say
 from trainer.runs.lock import locked
 from trainer.runs.run_files import PREFIX
 
 Compose = Callable[[str], dict[str, Any]]  # from the name of an experiment to its configuration
-IRRELEVANT = ("tracker", "launch", "checkpoint", "mode", "preflight", "allow_targets")
+IRRELEVANT = ("tracker", "launch", "checkpoint", "observers")
+IRRELEVANT += ("mode", "preflight", "allow_targets")
+NO_CHECKPOINTS = {"every": 0, "on_stop": False}  # a stopped warm-up begins again
 
 
 def resolve_experiment(name: str, compose: Compose, start: Callable[[dict, Path], None]) -> str:
@@ -29,14 +28,16 @@ def resolve_experiment(name: str, compose: Compose, start: Callable[[dict, Path]
         return name
     experiment = name.removeprefix(PREFIX)
     config = compose(experiment)
-    folder = cache_folder(experiment, config)
+    folder = cache_folder(experiment, config, compose)
 
     def build(work: Path) -> dict[str, Any]:
-        say(f"{experiment} is not in the cache yet: running it first")
+        say(f"{experiment} is not in the cache as it is now: running it first")
         run_folder = folder.with_name(f"{folder.name}.run")  # kept after a failure
         with locked(run_folder):  # a killed run may still be ending
             shutil.rmtree(run_folder, ignore_errors=True)
-        start({**config, "experiment": experiment, "kept_in": str(folder)}, run_folder)
+        saves = config.get("checkpoint", {}) | NO_CHECKPOINTS
+        about = {"experiment": experiment, "kept_in": str(folder), "checkpoint": saves}
+        start(config | about, run_folder)
         (run_folder / "model").rename(work / "model")
         shutil.rmtree(run_folder)
         return {"experiment": experiment, "config": config}
@@ -45,23 +46,18 @@ def resolve_experiment(name: str, compose: Compose, start: Callable[[dict, Path]
     return str(folder / "model")
 
 
-def cache_folder(experiment: str, config: dict[str, Any]) -> Path:
-    """Return the cache folder of an experiment with this configuration.
+def cache_folder(experiment: str, config: dict[str, Any], compose: Compose) -> Path:
+    """Return the cache folder of an experiment with this configuration, as its inputs are now.
 
-    The key hashes the configuration, the source files of the task and leash's version.
+    The key hashes the configuration, all files and code that it names, leash's own code, and the
+    same of the experiments whose models it starts from.
     """
     relevant = {k: v for k, v in config.items() if k not in IRRELEVANT}
-    sources = _sources(config.get("env", {}).get("task"))
-    text = json.dumps([relevant, version("leash-rl"), *sources], sort_keys=True)
-    key = hashlib.sha256(text.encode()).hexdigest()[:12]
+    names = re.findall(rf'"{PREFIX}([^"]+)"', json.dumps(relevant))
+    begun = [cache_folder(name, compose(name), compose).name for name in names]
+    inputs = sha256_of_inputs(relevant, weights=True)
+    key = content_key(relevant, inputs, begun, sha256_of_leash())
     return cache_dir() / "experiments" / f"{experiment}-{key}"
-
-
-def _sources(task: Any) -> list[str]:
-    """Return the texts of the files that define a task, its parts and their base classes."""
-    classes = map(resolve_name, re.findall(r'"_target_": "([\w.]+)"', json.dumps(task)))
-    bases = {base for cls in classes for base in getattr(cls, "__mro__", (cls,))} - {object}
-    return [Path(file).read_text() for file in sorted({inspect.getfile(base) for base in bases})]
 
 
 def without_training(node: Any, compose: Compose) -> Iterator[str]:
@@ -72,7 +68,7 @@ def without_training(node: Any, compose: Compose) -> Iterator[str]:
         elif isinstance(value, str) and value.startswith(PREFIX):
             name = value.removeprefix(PREFIX)
             config = compose(name)
-            model = cache_folder(name, config) / "model"
+            model = cache_folder(name, config, compose) / "model"
             if model.is_dir():
                 node[key] = str(model)
                 continue

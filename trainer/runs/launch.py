@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ def prepare(config: dict[str, Any], folder: Path, *, compose: Compose, worker: W
         place = folder if near.startswith(".") else near  # . after hydra.job.chdir
         say(f"{load_run(folder).experiment}: {verb} in {place}")
     config = resolve(config | {"resume": None} if mode == "train" else config)
+    config["date"] = config.get("date") or date.today().isoformat()  # a resume has that of its run
     path, text = folder / "config.yaml", yaml.safe_dump(config, sort_keys=False)
     if not path.exists() or path.read_bytes() != text.encode():
         write_text(path, text)

@@ -19,7 +19,8 @@ from trainer.runs.lock import is_free
 
 ITERATION = "progress/iteration"
 PREFIX = "experiment:"  # of a model that another experiment trains
-STATUS = {"state": str, "iteration": int, "seconds": (int, float), "machine": dict, "notes": list}
+STATUS = {"state": str, "iteration": int, "seconds": (int, float)}
+STATUS |= {"machine": dict, "notes": list, "inputs": dict}
 PLACES = ("output_dir", "resume")  # keys that name a folder
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster with libyaml
 

@@ -16,7 +16,7 @@ from conf.cli import expand
 from conf.compose import compose_checked, compose_experiment
 from conf.run import worker
 from envs.rewards.trl_function import register
-from trainer.runs.experiment_models import cache_folder, resolve_experiment
+from trainer.runs.experiment_models import resolve_experiment
 from trainer.runs.folders import unique_folder
 from trainer.runs.launch import cores, run, tcmalloc
 from trainer.runs.launch import start as start_run
@@ -263,31 +263,65 @@ def test_jobs_side_by_side_get_gpus_of_their_own(tmp_path, monkeypatch):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2"
 
 
-def test_a_warm_up_runs_once_for_each_configuration_and_code_of_its_task(tmp_path, monkeypatch):
-    monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))
+# What the experiment `warm` reads. The task imports the rest of the code, the policy of `warm`
+# is the model of `first`, whose model is an adapter of `base`.
+READ = {
+    "task_of_mine.py": "from base_of_mine import Base\nclass Task(Base): pass\n",
+    "base_of_mine.py": "def late():\n    import mine.words\nclass Base: pass\n",
+    "mine/__init__.py": "",
+    "mine/words.py": "from . import more\n",
+    "mine/more.py": "WORDS = []\n",
+    "rows.jsonl": "{}\n",
+    "prices.csv": "1\n",
+    "chat.jinja": "{{ messages }}\n",
+    "held_out/a.jsonl": "{}\n",
+    "adapter/adapter_config.json": '{"base_model_name_or_path": "base"}\n',
+    "adapter/adapter_model.safetensors": "a",
+    "base/tokenizer.json": "{}\n",
+    "base/model.safetensors": "b",
+}
+
+
+def warm_up(name: str) -> dict:
+    """Return the configuration of an experiment in the current folder."""
+    task = {"_target_": "task_of_mine.Task", "prices": "prices.csv"}
+    env = {"task": task, "dataset": "${oc.env:MINE}/rows.jsonl", "eval_dataset": "held_out"}
+    of_warm = {"policy": {"model": "experiment:first", "chat_template": "chat.jinja"}, "env": env}
+    return {"first": {"policy": {"model": "adapter"}}, "warm": of_warm}[name]
+
+
+@pytest.fixture
+def reads(tmp_path, monkeypatch) -> Path:
+    """Return the current folder with the files of READ."""
+    for name, text in READ.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "base_of_mine.py").write_text("class Base: pass\n")
-    (tmp_path / "task_of_mine.py").write_text(
-        "from base_of_mine import Base\nclass Task(Base): pass\n"
-    )
+    for variable, place in {"MINE": tmp_path, "LEASH_CACHE": tmp_path / "cache"}.items():
+        monkeypatch.setenv(variable, str(place))
+    return tmp_path
+
+
+def test_a_warm_up_runs_once_for_all_that_it_reads(reads):
     made = []
 
     def train_it(config: dict, folder: Path) -> None:
-        made.append(config["seed"])
+        made.append(folder)
         (folder / "model").mkdir(parents=True)
 
-    def config(seed: int) -> dict:
-        return {"seed": seed, "env": {"task": {"_target_": "task_of_mine.Task"}}}
+    def find() -> str:
+        return resolve_experiment("experiment:warm", warm_up, train_it)
 
-    def find(seed: int) -> str:
-        return resolve_experiment("experiment:warm", lambda _: config(seed), train_it)
-
-    assert Path(find(1)).is_dir()
-    assert find(1) == find(1) != find(2)
-    assert made == [1, 2]
-    before = cache_folder("warm", config(1))
-    (tmp_path / "base_of_mine.py").write_text("class Base: hard = True\n")
-    assert cache_folder("warm", config(1)) != before
+    assert Path(first := find()).is_dir()
+    assert find() == first
+    assert len(made) == 1
+    for number, name in enumerate(READ, start=2):
+        with (reads / name).open("a") as file:
+            file.write("\n")
+        assert find() != first, name
+        first = find()
+        assert len(made) == number, name
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

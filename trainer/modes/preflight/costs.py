@@ -138,7 +138,7 @@ def check_disk(loop: Trainer, settings: dict[str, Any], findings: Findings) -> N
     model = sum(p.numel() * p.element_size() for p in weights)
     trained = sum(p.numel() * p.element_size() for p in weights if p.requires_grad)
     one = 2 * trained + (trained if has_adapter(loop.policy.model) else model)
-    count = -(-total // saving["every"]) if saving["every"] else 0
+    count = -(-total // saving["every"]) if saving["every"] else int(saving["on_stop"])
     most = min(count, saving["keep_last"] + int(saving["keep_best"]) + 1)
     need, free = most * one + model, shutil.disk_usage(place).free
     findings.section(

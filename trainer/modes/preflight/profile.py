@@ -100,7 +100,7 @@ def profile_rest(loop: Trainer) -> dict[str, Phase]:
         few.beside = None
         few.rows = few.rows[: few.prompts_per_batch * loop.runtime.ranks]
         phase("evaluation", lambda: few(0))
-    if loop.checkpoints.every:
+    if loop.checkpoints.every or loop.checkpoints.on_stop:
         gather = partial(gather_moments, loop.checkpoints.optimizer, loop.policy)
         phase("gathering a checkpoint", lambda: gather(fill=loop.runtime.is_main))
     return phases
