@@ -1,7 +1,7 @@
 """Save, load and name the trained weights: all of a model, or those of its adapter."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -26,8 +26,6 @@ from policies.models.find import (
 )
 from policies.models.sharding import full
 from policies.scorer import Scorer
-
-LAYER = re.compile(r"(.*?\.\d+\.)?")  # of a weight's name: "model.layers.3."
 
 
 class WeightStream:
@@ -75,7 +73,7 @@ class WeightStream:
         # A weight that is only renamed stays the same object.
         converted = revert_weight_conversion(self.model, dict(empty))
         renamed = {id(weight): name for name, weight in converted.items()}
-        for _, layer in groupby(weights, key=_layer_of):
+        for _, layer in groupby(weights, key=lambda pair: re.findall(r"^.*?\.\d+\.", pair[0])):
             converted = {}
             for name, weight in layer:
                 if id(empty[name]) in renamed:
@@ -92,11 +90,6 @@ class WeightStream:
             wide = [name for name, weight in self.local.items() if weight.ndim > 1]
             wide = [name for name in wide if self.dtypes[name].itemsize > dtype.itemsize]
             self.dtypes |= dict.fromkeys(wide, dtype)
-
-
-def _layer_of(named: tuple[str, Tensor]) -> str:
-    matched = LAYER.match(named[0])
-    return matched[0] if matched else ""
 
 
 class ModelWeights:
@@ -193,7 +186,7 @@ def weights_of(scorer: Scorer) -> ModelWeights:
 @torch.no_grad()
 def _load_weights(model: Any, folder: Path) -> None:
     place, mine, taken = folder / "model", model.state_dict(), set()
-    for name, weight in _read_weights(place, mine):
+    for name, weight in _read_weights(folder, mine):
         if name not in mine or mine[name].shape != weight.shape:
             raise ValueError(_misfit(place, name))
         check_finite(place, {name: weight}, remedy=TAKE_CHECKPOINT)
@@ -203,13 +196,14 @@ def _load_weights(model: Any, folder: Path) -> None:
         raise ValueError(_misfit(place, missing[0]))
 
 
-def _read_weights(place: Path, mine: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a folder, named as in the model; `mine` are these names."""
-    path_of: dict[str, Path] = {}
+def _read_weights(folder: Path, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a checkpoint or a finished run, named as in the model `mine`."""
+    place, path_of = folder / "model", {}
     for path in sorted(place.glob("*.safetensors")):
         with readable(path, "weights", remedy=TAKE_CHECKPOINT), safe_open(path, "pt") as file:
             path_of |= dict.fromkeys(file.keys(), path)
-    if path_of.keys() - set(mine):  # a final model has published names, which transformers converts
+    is_checkpoint = (folder / "state.json").is_file()
+    if not is_checkpoint or path_of.keys() - mine.keys():  # published; once checkpoints were too
         files = ModelFiles(place, "folder", "")
         yield from load_model(files, dtype="auto", kernels=False).state_dict().items()
         return

@@ -56,7 +56,8 @@ vLLM": vLLM {version} lists the architecture, which says nothing of its log-prob
 them at the start of a run.
 
 One family of each kind, {kinds}, trained two iterations of GRPO, all weights and LoRA: `kl/ref` \
-was below 1e-6 at iteration 1, and two ranks by DDP and by FSDP2 trained the weights that one did.
+was below 1e-6 at iteration 1, and two ranks by DDP and by FSDP2, broken off after iteration 1 and \
+resumed, trained the weights that one did.
 
 Every model is checked at load, so a family that is not listed is compared too, or ends with one \
 line: its scores of a row, and its logits token by token with other rows beside it, must be those \
