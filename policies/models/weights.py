@@ -1,27 +1,40 @@
 """Save, load and name the trained weights: all of a model, or those of its adapter."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from policies.cache import make_readable
 from policies.models import lora
-from policies.models.find import has_adapter, quiet
+from policies.models.find import (
+    TAKE_CHECKPOINT,
+    ModelFiles,
+    check_finite,
+    has_adapter,
+    load_model,
+    quiet,
+    readable,
+)
 from policies.models.sharding import full
 from policies.scorer import Scorer
 
 
 class WeightStream:
-    """Iterate over the names and full weights of a model, as in its checkpoint.
+    """Iterate over the names and full weights of a model, as in a published checkpoint.
 
-    One weight at a time is gathered from its shards, so all ranks iterate together.
+    One weight at a time is gathered from its shards, so all ranks iterate together; of weights
+    that the checkpoint has in other parts (its matrix of each expert), those of one layer.
     local: what this rank holds of each weight. changed: iterates over them with a merged adapter.
+    model: has transformers' conversion of the checkpoint; None if the names are final.
     half: dtype of weights whose shards are float32 masters. `dtypes`: those of the full weights.
     """
 
@@ -30,17 +43,45 @@ class WeightStream:
         local: Mapping[str, Tensor],
         *,
         changed: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
+        model: Any = None,
         half: torch.dtype | None = None,
     ) -> None:
-        self.local, self.changed = local, changed or local.items
+        self.local, self.changed, self.model = local, changed or local.items, model
         self.dtypes = {name: weight.dtype for name, weight in local.items()}
         if half is not None:
             masters = [name for name, weight in local.items() if isinstance(weight, DTensor)]
             self.dtypes |= dict.fromkeys(masters, half)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self.changed():
-            yield name, full(weight.detach()).to(self.dtypes[name])
+        weights = self.changed()
+        return self._published((n, full(w.detach()).to(self.dtypes[n])) for n, w in weights)
+
+    def metadata(self) -> list[tuple[str, torch.dtype, torch.Size]]:
+        """Return name, dtype and shape of each weight in the order of the iteration."""
+        return [(n, w.dtype, w.shape) for n, w in self._published(self._empty().items())]
+
+    def _empty(self) -> dict[str, Tensor]:
+        """Return tensors of the same shapes without memory."""
+        one = {name: torch.empty((), dtype=d, device="meta") for name, d in self.dtypes.items()}
+        return {name: one[name].expand(weight.shape) for name, weight in self.local.items()}
+
+    def _published(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        if self.model is None:
+            yield from weights
+            return
+        empty = self._empty()
+        # A weight that is only renamed stays the same object.
+        converted = revert_weight_conversion(self.model, dict(empty))
+        renamed = {id(weight): name for name, weight in converted.items()}
+        for _, layer in groupby(weights, key=lambda pair: re.findall(r"^.*?\.\d+\.", pair[0])):
+            converted = {}
+            for name, weight in layer:
+                if id(empty[name]) in renamed:
+                    yield renamed[id(empty[name])], weight
+                else:
+                    converted[name] = weight
+            if converted:
+                yield from revert_weight_conversion(self.model, converted).items()
 
     def narrow(self, dtype: torch.dtype) -> None:
         """Cast wider matrices to an engine's dtype, unless the model has weights of that dtype."""
@@ -61,18 +102,27 @@ class ModelWeights:
         """Return the trained weights by name."""
         return dict(self.model.named_parameters())
 
-    def merged(self) -> dict[str, Tensor]:
-        """Return the state dict of the ordinary model with these weights."""
-        return self.model.state_dict()
-
     def stream(self, *, trained: bool = False, half: torch.dtype | None = None) -> WeightStream:
-        """Return the weights of `merged`, or of `named` if `trained`; half: see `WeightStream`."""
-        return WeightStream(self.named() if trained else self.merged(), half=half)
+        """Return the weights of the ordinary model, or of `named` if `trained`.
+
+        half: see `WeightStream`.
+        """
+        if trained:
+            return WeightStream(self.named(), half=half)
+        base, changed = lora.base_weights(self.model), partial(lora.merged_weights, self.model)
+        return WeightStream(base, changed=changed, model=self.model, half=half)
 
     def export(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
         """Write an ordinary model that transformers and vLLM load without leash."""
+        self._write(folder, tokenizer)
+
+    def _write(self, folder: Path, tokenizer: Any, *, published: bool = True) -> None:
+        """Write the ordinary model with the published names and parts, or those of its modules."""
+        model = self.ordinary_model()
+        if published and not getattr(model, "_weight_conversions", None):
+            model._weight_conversions = None  # the default one: it was loaded from a checkpoint
         with quiet():
-            self.ordinary_model().save_pretrained(folder)
+            model.save_pretrained(folder, save_original_format=published)
             tokenizer.save_pretrained(folder)
         make_readable(folder)
 
@@ -82,7 +132,7 @@ class ModelWeights:
 
     def save(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
         """Write the trained weights into the folder of a checkpoint."""
-        self.export(folder / "model", tokenizer)
+        self._write(folder / "model", tokenizer, published=False)
 
     def load(self, folder: Path, *, base: str = "") -> None:
         """Load the output of `save` or `export`; weights of another model are a ValueError."""
@@ -100,22 +150,11 @@ class AdapterWeights(ModelWeights):
         """Return the weights of the adapter, by name."""
         return lora.trained_weights(self.model, self.adapter)
 
-    def merged(self) -> dict[str, Tensor]:
-        """Return the state dict of the model with the adapter merged."""
-        return dict(lora.merged_weights(self.model))
-
-    def stream(self, *, trained: bool = False, half: torch.dtype | None = None) -> WeightStream:
-        """Return the weights of `merged`, or of `named` if `trained`; half: see `WeightStream`."""
-        if trained:
-            return super().stream(trained=True, half=half)
-        changed = partial(lora.merged_weights, self.model)
-        return WeightStream(lora.base_weights(self.model), changed=changed, half=half)
-
     def ordinary_model(self) -> Any:
         """Return an ordinary model with the adapter merged."""
         with torch.device("meta"):  # no second copy of weights that are only written
             plain = type(self.model)(self.model.config)
-        plain.load_state_dict(self.merged(), assign=True)
+        plain.load_state_dict(dict(lora.merged_weights(self.model)), assign=True)
         plain.tie_weights()
         plain.generation_config = self.model.generation_config
         return plain
@@ -146,15 +185,33 @@ def weights_of(scorer: Scorer) -> ModelWeights:
 
 @torch.no_grad()
 def _load_weights(model: Any, folder: Path) -> None:
-    weights: dict[str, Tensor] = {}
-    for path in sorted((folder / "model").glob("*.safetensors")):
-        weights |= load_file(path)
-    mine = model.state_dict()
-    ties = model.config.tie_word_embeddings
-    tied = (getattr(model, "_tied_weights_keys", None) if ties else None) or ()
-    wrong = [name for name in mine if name not in weights and name not in tied]
-    wrong += [n for n in weights if n not in mine or weights[n].shape != mine[n].shape]
-    if wrong:
-        raise ValueError(f"{folder} does not fit the model: {wrong[:3]} missing or unexpected")
-    for name, weight in weights.items():  # load_state_dict would run FSDP's hooks
-        mine[name].copy_(weight)
+    place, mine, taken = folder / "model", model.state_dict(), set()
+    for name, weight in _read_weights(folder, mine):
+        if name not in mine or mine[name].shape != weight.shape:
+            raise ValueError(_misfit(place, name))
+        check_finite(place, {name: weight}, remedy=TAKE_CHECKPOINT)
+        mine[name].copy_(weight)  # load_state_dict would run FSDP's hooks
+        taken.add(mine[name].data_ptr())  # a tied weight has no name of its own in a file
+    if missing := [name for name, weight in mine.items() if weight.data_ptr() not in taken]:
+        raise ValueError(_misfit(place, missing[0]))
+
+
+def _read_weights(folder: Path, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a checkpoint or a finished run, named as in the model `mine`."""
+    place, path_of = folder / "model", {}
+    for path in sorted(place.glob("*.safetensors")):
+        with readable(path, "weights", remedy=TAKE_CHECKPOINT), safe_open(path, "pt") as file:
+            path_of |= dict.fromkeys(file.keys(), path)
+    is_checkpoint = (folder / "state.json").is_file()
+    if not is_checkpoint or path_of.keys() - mine.keys():  # published; once checkpoints were too
+        files = ModelFiles(place, "folder", "")
+        yield from load_model(files, dtype="auto", kernels=False).state_dict().items()
+        return
+    for path in dict.fromkeys(path_of.values()):
+        with safe_open(path, "pt") as file:  # one weight in memory at a time
+            yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+
+
+def _misfit(place: Path, name: str) -> str:
+    ask = "is the folder complete, and policy.model the one that the run began with?"
+    return f"{place} does not fit the model: {name} is missing or unexpected; {ask}"

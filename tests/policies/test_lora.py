@@ -15,7 +15,7 @@ from checkpoints import KINDS, make_checkpoint
 from contracts import make_policy, rollout
 from peft import LoraConfig, get_peft_model
 from runs import metrics
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_runs import IN_ITERATION_4, Counted, crash, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -387,3 +387,29 @@ def test_a_merged_adapter_is_of_the_files_as_they_are_now(tmp_path, monkeypatch,
     after = load_policy(str(tmp_path / "adapter"))
     assert after.model.config.rms_norm_eps == 0.5
     assert after.renderer.template == template
+
+
+@OLD_NAME
+@pytest.mark.parametrize("lacks", ["layers.1", "magnitude_vector", "base"])
+def test_an_adapter_that_is_not_whole_is_refused(lacks, tmp_path, monkeypatch):
+    """It lacks the weights of a layer, or DoRA's vectors, or its base is an adapter of it."""
+    monkeypatch.setenv("LEASH_CACHE", str(tmp_path / "cache"))
+    base, folder = make_checkpoint(tmp_path / "base", "qwen2"), tmp_path / "adapter"
+    dora = lacks == "magnitude_vector"
+    config = LoraConfig(r=2, target_modules=["q_proj"], use_dora=dora)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder)
+    load_policy(str(folder))
+    if lacks == "base":
+        other = shutil.copytree(folder, tmp_path / "other")
+        for one, two in ((folder, other), (other, folder)):
+            about = json.loads((one / "adapter_config.json").read_text())
+            about["base_model_name_or_path"] = str(two)
+            (one / "adapter_config.json").write_text(json.dumps(about))
+    else:
+        path = folder / "adapter_model.safetensors"
+        whole = load_file(path)
+        save_file({name: w.clone() for name, w in whole.items() if lacks not in name}, path)
+    names = {"base": r"adapter of itself", "layers.1": r"layers\.1.*lora_"}
+    with pytest.raises(ValueError, match=names.get(lacks, lacks)) as error:
+        load_policy(str(folder))
+    assert "\n" not in str(error.value)

@@ -1,19 +1,23 @@
-"""Families of models against transformers alone: sampler, scorer, train mode, gradient, KL."""
+"""Families of models against transformers alone: sampler, scorer, gradient, KL; saved, resumed."""
 
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from kinds import KINDS, LAUNCHES, TRAINED, run
-from models_table import adapt, families, listed, measure, write_checkpoint
+from adapted import shake
+from kinds import KINDS, LAUNCHES, TRAINED, in_transformers, leave, run, saved
+from models_table import adapt, differ, families, listed, measure, write_checkpoint
 from runs import lines, on_two_ranks
 from sharded import far, tensors
 
 from policies.load import load_policy
+from policies.models.weights import weights_of
+from trainer.checkpoint import save_model
 
 QUICK = ("gemma3", "glm4_moe", "granite", "phimoe", "qwen3_5_text")  # in `make test` too
 ALL = [pytest.param(f, marks=() if f in QUICK else pytest.mark.models) for f in families()]
+ACCEPTED = [each for each in ALL if "refused" not in families()[each.values[0]]]
 
 
 def computes_as_transformers(family: str) -> None:
@@ -41,13 +45,43 @@ def test_a_family_computes_as_transformers_or_is_refused_in_a_line(family, tmp_p
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("family", [p for p in ALL if "refused" not in families()[p.values[0]]])
+@pytest.mark.parametrize("family", ACCEPTED)
 def test_an_adapter_is_where_a_text_goes_and_transformers_loads_the_merged_model(family, tmp_path):
     adapted = adapt(write_checkpoint(family, tmp_path), tmp_path / "trained")
     assert not adapted.unreached
     assert adapted.merged < 1e-4
     assert adapted.moved > 0.1
     assert not adapted.bare & {"gate_up_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("family", ACCEPTED)
+def test_what_a_run_saves_comes_back(family, trained, tmp_path):
+    start = write_checkpoint(family, tmp_path / "start")
+    left = leave(start, tmp_path, trained)
+    assert not differ(left.resumed, left.unbroken)
+    assert not differ(left.exported, left.ended)
+    assert all(names == left.start for names in left.published)
+    before, kept = in_transformers(start), left.unbroken
+    assert differ(left.ended, before)
+    if trained == "all":
+        both = before.keys() & kept.keys()
+        assert not differ(*({name: each[name] for name in both} for each in (left.ended, kept)))
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}], ids=TRAINED)
+@pytest.mark.parametrize("family", ACCEPTED)
+def test_an_engine_gets_the_weights_of_the_published_file(family, lora, tmp_path):
+    start = write_checkpoint(family, tmp_path / "start")
+    policy = load_policy(str(start), lora=lora, max_new_tokens=2)
+    shake(policy)
+    save_model(policy, tmp_path / "trained")
+    stream, want = weights_of(policy.scorer).stream(), saved(tmp_path / "trained")
+    sent = dict(stream)
+    tied = sent.keys() - want.keys()  # which an engine gets too
+    assert tied <= policy.model.state_dict().keys()
+    assert not differ({name: sent[name] for name in want}, want)
+    assert [(name, w.dtype, w.shape) for name, w in stream] == stream.metadata()
 
 
 @pytest.mark.models

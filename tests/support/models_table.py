@@ -2,6 +2,8 @@
 
     PYTHONPATH=. python tests/support/models_table.py    # writes docs/models.md; asks .venv-vllm
 
+Without .venv-vllm the column of vLLM stays as it is.
+
 Each family of tests/support/families.yaml gets a tiny checkpoint of random weights. The log-probs
 of sampler and scorer, and the gradient, are compared with a plain float32 forward of each row
 alone.
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 import yaml
 from adapted import shake
-from kinds import KINDS
+from kinds import KINDS, TRAINED, leave
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -46,12 +48,16 @@ too. "Exact to" is the largest difference of log-probs.
 "Shared prompts": a group computes its prompt once. "Packing": `algorithm.packing=true` works; it \
 is refused for the others. "LoRA": the adapter is on every matrix but embeddings, output head and \
 those named here; "experts": on those of the experts too. It was moved, saved and merged, and \
-transformers alone computes the same with it. "CUDA graphs": sampling on a GPU uses them. "In \
+transformers alone computes the same with it. "Resumes": after an iteration with all weights, and \
+after one with LoRA, a run went on from its checkpoint to the weights and moments of an unbroken \
+run, equal to the bit; its final model was exported, and transformers alone loads it. "CUDA \
+graphs": sampling on a GPU uses them. "In \
 vLLM": vLLM {version} lists the architecture, which says nothing of its log-probs: leash compares \
 them at the start of a run.
 
 One family of each kind, {kinds}, trained two iterations of GRPO, all weights and LoRA: `kl/ref` \
-was below 1e-6 at iteration 1, and two ranks by DDP and by FSDP2 trained the weights that one did.
+was below 1e-6 at iteration 1, and two ranks by DDP and by FSDP2, broken off after iteration 1 and \
+resumed, trained the weights that one did.
 
 Every model is checked at load, so a family that is not listed is compared too, or ends with one \
 line: its scores of a row, and its logits token by token with other rows beside it, must be those \
@@ -61,7 +67,8 @@ replace those of a model only if the model computes the same with them; `policy.
 switches them off.
 
 """
-COLUMNS = ("shared prompts", "packing", "LoRA", "CUDA graphs", "in vLLM")
+COLUMNS = ("shared prompts", "packing", "LoRA", "resumes", "CUDA graphs", "in vLLM")
+VLLM = PAGE.parents[1] / ".venv-vllm" / "bin" / "python"
 TEMPERATURE = 0.8
 PROMPTS = (5, 9, 3)  # lengths; each prompt has four responses
 
@@ -167,7 +174,9 @@ def measure(folder: Path) -> Measured:
 
 def adapt(folder: Path, trained: Path) -> Adapted:
     """Move an adapter on a checkpoint, save it into a folder, and load that by transformers."""
-    policy = load_policy(str(folder), lora={"r": 2}, max_new_tokens=10)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # of the adapter
+        policy = load_policy(str(folder), lora={"r": 2}, max_new_tokens=10)
     plain = load_policy(str(folder), max_new_tokens=10)
     matrices, adapted = lora.matrices(plain.model), lora.adapted_weights(policy.model)
     shake(policy, scale=0.1)
@@ -230,14 +239,32 @@ def in_vllm() -> tuple[str, ...]:
         "import vllm; from vllm.model_executor.models import ModelRegistry as registry; "
         "print(vllm.__version__, *registry.get_supported_archs())"
     )
-    words = [PAGE.parents[1] / ".venv-vllm" / "bin" / "python", "-c", code]
-    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run([VLLM, "-c", code], capture_output=True, text=True, check=True).stdout
     return tuple(said.splitlines()[-1].split())
 
 
-def cells(checkpoint: Path, listed: tuple[str, ...]) -> list[str]:
-    """Return the line of a family, from "exact to" to the last before the notes."""
-    measured, adapted = measure(checkpoint), adapt(checkpoint, checkpoint / "trained")
+def comes_back(checkpoint: Path) -> bool:
+    """Return whether runs on a checkpoint resume to the bit and export what they trained."""
+    for trained in TRAINED:
+        left = leave(checkpoint, checkpoint.with_name(trained), trained)
+        pairs = (left.unbroken, left.resumed), (left.ended, left.exported)
+        if any(differ(*pair) for pair in pairs):
+            return False
+    return True
+
+
+def differ(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
+    """Return the names of tensors that are not the same in both."""
+    return [
+        name
+        for name in got.keys() | want.keys()
+        if name not in got or name not in want or not torch.equal(got[name], want[name])
+    ]
+
+
+def cells(checkpoint: Path) -> list[str]:
+    """Return the line of a family, from "exact to" to the last before that of vLLM."""
+    measured, adapted = measure(checkpoint), adapt(checkpoint, checkpoint.with_name("trained"))
     logs = measured.sample, measured.right, measured.left, measured.grouped
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     bare = f", not {', '.join(sorted(adapted.bare))}" if adapted.bare else ""
@@ -246,24 +273,31 @@ def cells(checkpoint: Path, listed: tuple[str, ...]) -> list[str]:
         "yes" if measured.shares else "",
         "" if measured.packed is None else "yes",
         ("experts" if adapted.experts else "yes") + bare,
+        "yes" if comes_back(checkpoint) else "",
         "yes" if fits_graph(model) else "",
-        "yes" if type(model).__name__ in listed else "",
     ]
 
 
 def write_page() -> None:
     """Measure every family and write the page."""
-    version, *architectures = in_vllm()
+    if VLLM.exists():
+        version, *architectures = in_vllm()
+    else:
+        version, architectures = re.findall(r"vLLM ([\d.]+) lists", PAGE.read_text())[0], None
+    kept = dict(re.findall(r"^\| (\w.*?) \|.*\| *(\w*) \|[^|]*\|$", PAGE.read_text(), re.M))
     names = "family", "exact to", *COLUMNS, "notes"
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for family, settings in families().items():
         note = settings.get("note", "")
         with TemporaryDirectory() as folder, quiet():
-            checkpoint = write_checkpoint(family, Path(folder))
+            checkpoint = write_checkpoint(family, Path(folder) / "start")
             if "refused" in settings:
                 line = ["refused", *[""] * len(COLUMNS)]
             else:
-                line = cells(checkpoint, tuple(architectures))
+                line = cells(checkpoint)
+                kind = AutoConfig.from_pretrained(checkpoint).architectures[0]
+                known = kept.get(family) if architectures is None else kind in architectures
+                line.append("yes" if known else "")
         lines.append(f"| {' | '.join([family, *line, note])} |")
         print(lines[-1])
     kinds = ", ".join(f"{kind} ({family})" for kind, family in KINDS.items())

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from unittest.mock import MagicMock
 
+import kinds
 import pytest
 import torch
 import yaml
@@ -18,12 +19,14 @@ from contracts import make_policy, plain_log_probs
 from omegaconf import OmegaConf
 from rich.console import Console
 from runs import asked, do, lines
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import train
 from conf.compose import compose_checked, compose_experiment
 from policies.cache import write_manifest
 from policies.load import load_reference
+from policies.models.find import find_model
 from trainer.checkpoint import FORMAT
 from trainer.modes.chat import chat
 from trainer.modes.evaluate import pass_at_k, tally
@@ -182,6 +185,51 @@ def test_the_weights_of_a_run_are_its_best_its_last_or_its_newest(tmp_path):
         (path / "state.json").write_text("{}")
     (tmp_path / "status.json").write_text('{"state": "failed"}')
     assert choose_weights(tmp_path).folder == tmp_path  # no checkpoint is whole, the model is
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """Return a folder with a run of all weights and one of an adapter."""
+    place = tmp_path_factory.mktemp("runs")
+    for trained in kinds.TRAINED:
+        kinds.run(find_model("tiny").folder, place / trained, trained)
+    return place
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("damage", ["cut", "not finite", "lacks one"])
+@pytest.mark.parametrize(
+    ("trained", "mode"), [("all", "evaluate"), ("all", "chat"), ("all", "export"),
+                          ("adapter", "export")],
+)  # fmt: skip
+def test_a_damaged_final_model_is_refused_and_moved_away_the_newest_checkpoint_is_taken(
+    two_runs, trained, mode, damage, tmp_path, monkeypatch
+):
+    run = shutil.copytree(two_runs / trained, tmp_path / "run")
+    places = {"all": "model.safetensors", "adapter": "adapter/adapter_model.safetensors"}
+    path = run / "model" / places[trained]
+    weights = {name: weight.clone() for name, weight in load_file(path).items()}
+    with safe_open(path, "pt") as file:
+        about = file.metadata()
+    last = max(weights)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif damage == "not finite":
+        weights[last].view(-1)[-1] = math.inf
+        save_file(weights, path, metadata=about)
+    else:
+        del weights[last]
+        save_file(weights, path, metadata=about)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    words = [f"mode={mode}", f"resume={run}"]
+    words += [] if mode == "chat" else [f"output_dir={tmp_path / 'out'}"]
+    words += ["eval.num_samples=1"] if mode == "evaluate" else []
+    name = path.name if damage == "cut" else last.removeprefix("base_model.model.")
+    with pytest.raises(ValueError, match=re.escape(name)) as error:
+        do(tmp_path / "scratch", *words)
+    assert str(run / "model") in str(error.value)
+    shutil.rmtree(run / "model")
+    do(tmp_path / "scratch", *words)
 
 
 def printed_by(policy, scorer, *typed: str) -> list[str]:
