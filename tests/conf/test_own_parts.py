@@ -182,7 +182,7 @@ def own(tmp_path, monkeypatch):
 def begin(words, run):
     """Do what `python train.py` does with words, in this process."""
     config = asked(words)
-    prepare(config, run, compose=compose_experiment)
+    prepare(config, run, compose=compose_experiment, worker=script.worker)
     cfg = OmegaConf.load(run / "config.yaml")
     cfg.resume = config["resume"]
     return script.train(cfg, run)
