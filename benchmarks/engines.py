@@ -10,6 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -56,11 +57,11 @@ def main() -> None:
     print(f"weight sync, verified: {statistics.median(synced):.2f} s")
     print(f"{'new tokens':>10} {'built in':>9} {'vLLM':>9} {'ratio':>6}")
     for tokens in args.tokens:
-        kwargs = {**policy.generate_kwargs, "max_new_tokens": tokens, "eos_token_id": last}
+        limits = replace(policy.limits, max_new_tokens=tokens, eos_token_id=(last,))
         took: list[list[float]] = [[], []]
         for _ in range(args.times):
             for times, generator in zip(took, (policy, engine), strict=True):
-                speak = generator.get_new_version(generate_kwargs=kwargs, inplace=False)
+                speak = generator.get_new_version(limits=limits, inplace=False)
                 times.append(seconds(lambda speak=speak: speak(chats(args.prompts))))
         built_in, vllm = map(statistics.median, took)
         print(f"{tokens:>10} {built_in:>7.2f} s {vllm:>7.2f} s {built_in / vllm:>6.2f}")

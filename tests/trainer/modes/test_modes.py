@@ -105,7 +105,7 @@ def test_an_exported_model_is_the_merged_best_checkpoint(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, target = tmp_path / "run", tmp_path / "mine"
-    prepare(compose_checked(LORA), run, compose=compose_experiment)
+    prepare(compose_checked(LORA), run, compose=compose_experiment, worker=train.worker)
     train.train(OmegaConf.load(run / "config.yaml"), run)
     do(tmp_path / "scratch", "mode=export", f"resume={run}", f"output_dir={target}")
     kept = {p: read_yaml(p / "state.json") for p in sorted((run / "checkpoints").iterdir())}

@@ -29,7 +29,7 @@ def go_on(config: bytes, folder: Path) -> int:
     """Be the parent and then the worker of a run that goes on."""
     from trainer.runs.launch import prepare
 
-    prepare(yaml.safe_load(config), folder, compose=lambda _: {})
+    prepare(yaml.safe_load(config), folder, compose=lambda _: {}, worker=lambda *_: 0)
     return be_worker(config, folder, str(folder))
 
 
