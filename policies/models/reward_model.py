@@ -97,8 +97,11 @@ class GPT2RewardModel(nn.Module):
         count = inside.sum(-1)
         return (term.sum(-1) / count.clamp(min=1)).sum() / (count > 0).sum().clamp(min=1)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write config, body and head into a folder that `model_path` takes."""
+    def save_pretrained(self, folder: str | Path, *, save_original_format: bool = False) -> None:
+        """Write config, body and head into a folder that `model_path` takes.
+
+        save_original_format: of transformers, without effect: names are those of the modules.
+        """
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.config.save_pretrained(folder)
         weights = {name: value.contiguous() for name, value in self.state_dict().items()}
