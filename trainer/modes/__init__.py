@@ -35,4 +35,4 @@ def run_mode(loop: "Trainer", settings: dict[str, Any]) -> float:
 
 def dry_run(parts: Any, settings: dict[str, Any], folder: Path) -> float:
     """Print what the GPUs of a run would hold; return the number of problems."""
-    return import_module("trainer.scale.cluster").run(parts, settings, folder)
+    return import_module("trainer.scale.dry_run.cluster").run(parts, settings, folder)

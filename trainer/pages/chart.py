@@ -69,10 +69,12 @@ class Chart:
         self.text(2, 30, unit)
 
     def text(self, x: float, y: float, text: str, anchor: str = "start", style: str = "") -> None:
-        """Draw one piece of text."""
+        """Draw one piece of text, which may be empty."""
+        if not text:
+            return
         look = f' class="{style}"' if style else ""
         element = f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{look}>{escape(text)}</text>'
-        self.parts += [element] * bool(text)
+        self.parts.append(element)
 
     def legend(self, entries: Iterable[tuple[int, str]]) -> None:
         """Draw (hue, text) pairs on as many lines as they need."""
@@ -186,7 +188,8 @@ def line_chart(
 def _draw_curve(chart: Chart, series: Series, points: Points) -> None:
     """Draw a curve; if it is long, thin, with a thick moving average over a tenth of its points."""
     style, most = line_style(series.hue), chart.y.hi
-    if half := len(points) // 20 * (len(points) >= 40):
+    if len(points) >= 40:
+        half = len(points) // 20
         chart.curve(points, style, "raw", name=series.name)
         cut = [min(y, most) for _, y in points]
         near = [cut[max(0, i - half) : i + half + 1] for i in range(len(cut))]

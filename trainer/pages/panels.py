@@ -151,7 +151,7 @@ def _parts(series: Sequence[Series], run: Run) -> list[Series]:
         (x, max(total - sum(part.get(x, 0.0) for part in points), 0.0))
         for x, total in run.series("time/iteration_s")
     ]
-    return large + [Series("rest", rest, hue=6)] * bool(rest)
+    return [*large, Series("rest", rest, hue=6)] if rest else large
 
 
 def _alike(points: Points, others: Points) -> bool:

@@ -24,16 +24,18 @@ def tiles(run: Run) -> dict[str, str]:
     """Return the main numbers of a run: first value, and last or mean of the last ten."""
     out: dict[str, str] = {}
     rows = number(run.status.get("held_out"))
-    few = f", of {rows:g} prompt{'s' * (rows > 1)}" if rows and rows < 100 else ""
+    prompts = "prompt" if rows == 1 else "prompts"
+    few = f", of {rows:g} {prompts}" if rows and rows < 100 else ""
     for metric, name in GAINS.items():
         accuracy, points = metric.startswith("eval/"), run.series(metric)
         last = run.last(metric) if accuracy else run.last_ten_mean(metric)
         if points and last is not None and (accuracy or not out):
             count = len(run.last_ten(metric))
-            note = few if accuracy else f", first \u2192 last {count}" * (count > 1)
+            mean = f", first \u2192 last {count}" if count > 1 else ""
+            note = few if accuracy else mean
             out[name + note] = " \u2192 ".join(map(short, [points[0][1], last][: len(points)]))
     if kl := run.last_ten("kl/ref_sequence"):
-        note = f", last {len(kl)}" * (len(kl) > 1)
+        note = f", last {len(kl)}" if len(kl) > 1 else ""
         out[f"KL to the reference, nats per response{note}"] = nats(sum(kl) / len(kl))
     if kls := [kl for at, kl in run.series("eval/kl_ref_sequence") if at]:
         out["KL of the held-out responses, nats"] = nats(kls[-1])

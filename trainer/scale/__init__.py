@@ -1,1 +1,1 @@
-"""Several GPUs and nodes: shards, sampling ahead, the dry run of a cluster."""
+"""Several GPUs and nodes: shards, sampling ahead; dry_run/: memory of a cluster, by shapes."""

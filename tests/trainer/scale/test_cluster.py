@@ -15,8 +15,8 @@ from policies.models.find import find_model, load_model
 from policies.models.weights import weights_of
 from policies.scorer import Scorer
 from trainer.optimizer import make_optimizer
-from trainer.scale.cluster import Figures, Rank, measure
-from trainer.scale.ledger import Ledger, by_shapes, rank_of
+from trainer.scale.dry_run.cluster import Figures, Rank, measure
+from trainer.scale.dry_run.ledger import Ledger, by_shapes, rank_of
 from trainer.scale.shards import make_mesh
 
 WIDTH, LAYERS, VOCABULARY, MIDDLE, HEADS, KEYS = 64, 3, 512, 192, 4, 2
@@ -203,7 +203,7 @@ def test_large_models(words, held, step, whole, gathered, reduced, host):
 
 
 def test_the_packaged_shapes_have_the_published_numbers_of_weights():
-    from trainer.scale.cluster import read_config
+    from trainer.scale.dry_run.cluster import read_config
 
     published = {"0.5B": 0.494, "1.5B": 1.544, "3B": 3.086, "7B": 7.616, "14B": 14.770}
     published |= {"32B": 32.764, "72B": 72.706}  # 1e9

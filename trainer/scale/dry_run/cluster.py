@@ -36,7 +36,7 @@ from trainer.checkpoint import gather_moments
 from trainer.modes.preflight.costs import FULL, gib, note_casts
 from trainer.modes.preflight.profile import Findings
 from trainer.runtime import Runtime
-from trainer.scale.ledger import Ledger, by_shapes, rank_of
+from trainer.scale.dry_run.ledger import Ledger, by_shapes, rank_of
 from trainer.scale.shards import make_mesh, shard_all
 
 NODE = 8  # GPUs of a node, at most
