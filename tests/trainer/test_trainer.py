@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.scorer import Scorer
-from policies.torchrl.transformers_wrapper import TransformersWrapper
+from policies.transformers_policy import TransformersPolicy
 from trainer.early_stopping import EarlyStopping
 from trainer.evaluation import Evaluate
 from trainer.kl.controllers import BudgetKLController
@@ -221,15 +221,16 @@ def test_a_run_that_was_stopped_and_goes_on_ends_where_an_uninterrupted_one_does
 # copy.
 
 
-def engine_of(policy: TransformersWrapper) -> Copy:
+def engine_of(policy: TransformersPolicy) -> Copy:
     """Return an engine that computes to the bit what the policy does: torch looks at gradients."""
-    return Copy(**{**policy._settings, "model": Scorer(copy.deepcopy(policy.model))})
+    same = {name: getattr(policy, name) for name in ("tokenizer", "renderer", "limits")}
+    return Copy(Scorer(copy.deepcopy(policy.model)), **same)
 
 
 class Slow:
     """Sample batch j by the weights after max(0, j - behind) iterations, from a list of all."""
 
-    def __init__(self, source: Rollouts, policy: TransformersWrapper, behind: int) -> None:
+    def __init__(self, source: Rollouts, policy: TransformersPolicy, behind: int) -> None:
         self.behind, self.weights, self.source = behind, list[dict[str, Tensor]](), source
         self.model, self.source.generator = policy.model, engine_of(policy)
         self.rows, self.env, self.prompts = source.rows, source.env, source.prompts
