@@ -272,17 +272,15 @@ class LLMWrapperBase(ChatPolicy):
 
     def _containers(self, prompts: Any, sampled: Sampled) -> TensorDict:
         """Return tokens, masks and log-probs at their keys, dense or ragged."""
-        return self._placed(self._output_format().generated(prompts, sampled), len(sampled.ids))
+        real = {"prompt": prompts.attention, "response": sampled.mask}  # [B, P], [B, R]
+        real["full"] = torch.cat([*real.values()], -1)  # [B, T]
+        done = self._output_format().generated(self._dense(prompts, sampled), real)
+        return self._placed(done, len(sampled.ids))
 
-    def _placed(self, done: dict[type, Any], size: int) -> TensorDict:
-        """Return a td [size] with the containers at their keys, without those that have none."""
-        keys = {Tokens: self.tokens_key, Masks: self.masks_key}
-        keys |= {LogProbs: self.log_probs_key if self.return_log_probs else None}
-        out = TensorDict(batch_size=[size])
-        for kind, container in done.items():
-            if keys[kind] is not None:
-                out.set(keys[kind], container)
-        return out
+    def container_keys(self) -> dict[type, NestedKey | None]:
+        """Return the keys of tokens, masks and log-probs."""
+        log_probs = self.log_probs_key if self.return_log_probs else None
+        return {Tokens: self.tokens_key, Masks: self.masks_key, LogProbs: log_probs}
 
     def _add_chats(self, out: TensorDictBase, prompts: Prompts, sampled: Sampled) -> None:
         """Write texts and histories unless the input is ids."""
