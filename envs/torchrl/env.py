@@ -109,15 +109,7 @@ def _declared(specs: dict[str, Composite], names: tuple[str, ...]) -> Composite:
 
 
 class TransformedEnv(EnvBase, plain.TransformedEnv):
-    """Run `transform` on the outputs of `env` and the inverse transform on the inputs.
-
-    Attributes that this class lacks come from `env`. Use a `Compose` for several transforms.
-    """
-
-    def append_transform(self, transform: Transform) -> TransformedEnv:
-        """Add a transform after the others; return this environment."""
-        plain.TransformedEnv.append_transform(self, transform)
-        return self
+    """Run `transform` on the outputs of `env` and the inverse transform on the inputs."""
 
     def rand_action(self, td: TensorDictBase) -> TensorDictBase:
         """Write some action of the inner environment into td, and return td."""

@@ -54,12 +54,8 @@ class LLMWrapperBase(ChatPolicy):
     *_key: the key of each output; None leaves it out.
     batching: run rows of several threads together, see BatchQueue; sizes alone enable it.
     prefer_tokens: ids have priority over the history or text; False renders even if ids exist.
-    score_mask_key: a bool mask [B, T]; only its tokens are scored, the others are 0.
-    micro_batch_tokens: the maximum of padded tokens in one scoring forward.
 
-    A `stream` [B] in the input seeds each row; otherwise torch's generator does.
-    Log-probs of a response are those of the sampling distribution (temperature, top-p, ...), scores
-    those of the full distribution at the temperature.
+    score_mask_key, micro_batch_tokens, seeds of rows and log-probs: see ChatPolicy.
     """
 
     def __init__(
