@@ -194,7 +194,7 @@ class ChatPolicy(TensorDictModuleBase):
         ids = rows(td, ("tokens", "prompt"))
         if ids is not None:
             masks, ragged = rows(td, "attention_mask"), is_ragged(td.get("tokens"))
-            return self._padded(attended(ids, masks, ragged=ragged), "left")
+            return self.padded(attended(ids, masks, ragged=ragged), "left")
         records = self.records(td) if records is None else records
         if records is None:
             keys = f"{self.in_keys[0]} or ('tokens', 'prompt')"
@@ -214,9 +214,10 @@ class ChatPolicy(TensorDictModuleBase):
             ids.append(row)
             assistant.append(mask)
         marks = pad(assistant, False, side=side).to(self.device)  # [B, T]
-        return replace(self._padded(ids, side), assistant=marks)
+        return replace(self.padded(ids, side), assistant=marks)
 
-    def _padded(self, ids: list[Tensor], side: str) -> Sequences:
+    def padded(self, ids: list[Tensor], side: str) -> Sequences:
+        """Return ids [t] of each row as sequences [B, T] without other masks, padded on `side`."""
         tokens = pad(ids, self.pad_token_id, side=side).to(self.device)  # [B, T]
         return Sequences(tokens, pad_mask([len(r) for r in ids], side=side, device=tokens.device))
 

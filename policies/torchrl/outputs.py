@@ -11,9 +11,9 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
+from policies.chat_policy import Sequences
 from policies.chats.containers import LogProbs, Masks, Tokens
 from policies.padding import compact, inner, unpad
-from policies.torchrl.inputs import Sequences
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,16 @@ class OutputFormat:
             done[kind] = self.store(kind, fields)
         return done
 
-    def scored(self, seq: Sequences, log_probs: Tensor) -> dict[type, Any]:
-        """Return Masks, Tokens and LogProbs of full sequences, without unknown fields."""
-        parts, real = seq.parts(), seq.attention
-        if self.padded:  # it must fill the first columns of `full`, which is not sure here
-            parts.pop("prompt", None)
+    def scored(
+        self, seq: Sequences, log_probs: Tensor, *, parts: dict[str, Tensor]
+    ) -> dict[type, Any]:
+        """Return Masks, Tokens and LogProbs of full sequences, without unknown fields.
+
+        parts: masks of prompt, response and assistant, [B, T] each.
+        """
+        real = seq.attention
+        if self.padded:  # a prompt must fill the first columns of `full`, which is not sure here
+            parts = {name: mask for name, mask in parts.items() if name != "prompt"}
         masks = {
             "all_attention_mask": real,
             "all_assistant_mask": seq.assistant,
