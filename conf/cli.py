@@ -24,6 +24,8 @@ from trainer.runs.lock import locked, reserved_gpus
 from trainer.runs.run_files import read_status, read_yaml
 from trainer.runs.run_log import run_log
 
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and mpirun
+
 
 def cli() -> int:
     """Run the command line; return the exit code.
@@ -50,9 +52,6 @@ def cli() -> int:
     finally:
         end_sweep()
     return 0
-
-
-TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and mpirun
 
 
 def expand(words: list[str]) -> list[str]:

@@ -60,7 +60,7 @@ class TransformedEnv(Env):
         """Return the environment without its transforms."""
         return self.env.base_env
 
-    def append_transform(self, transform: Transform) -> TransformedEnv:
+    def append_transform(self, transform: Transform) -> Any:
         """Add a transform after the others; return this environment."""
         if not isinstance(self.transform, Compose):
             self.transform._hold(None)

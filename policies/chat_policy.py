@@ -194,7 +194,7 @@ class ChatPolicy(TensorDictModuleBase):
         ids = rows(td, ("tokens", "prompt"))
         if ids is not None:
             masks, ragged = rows(td, "attention_mask"), is_ragged(td.get("tokens"))
-            return self._padded(attended(ids, masks, ragged=ragged), "left")
+            return self.padded(attended(ids, masks, ragged=ragged), "left")
         records = self.records(td) if records is None else records
         if records is None:
             keys = f"{self.in_keys[0]} or ('tokens', 'prompt')"
@@ -214,9 +214,10 @@ class ChatPolicy(TensorDictModuleBase):
             ids.append(row)
             assistant.append(mask)
         marks = pad(assistant, False, side=side).to(self.device)  # [B, T]
-        return replace(self._padded(ids, side), assistant=marks)
+        return replace(self.padded(ids, side), assistant=marks)
 
-    def _padded(self, ids: list[Tensor], side: str) -> Sequences:
+    def padded(self, ids: list[Tensor], side: str) -> Sequences:
+        """Return ids [t] of each row as sequences [B, T] without other masks, padded on `side`."""
         tokens = pad(ids, self.pad_token_id, side=side).to(self.device)  # [B, T]
         return Sequences(tokens, pad_mask([len(r) for r in ids], side=side, device=tokens.device))
 
@@ -237,29 +238,38 @@ class ChatPolicy(TensorDictModuleBase):
         return out
 
     def _containers(self, prompts: Sequences, sampled: Sampled) -> TensorDict:
-        """Return tokens, masks and log-probs of prompts and responses; prompts have log-probs 0."""
+        """Return a td [B] with tokens, masks and log-probs of prompts and responses."""
+        return self._placed(self._dense(prompts, sampled), len(sampled.ids))
+
+    def _dense(self, prompts: Sequences, sampled: Sampled) -> dict[type, Any]:
+        """Return the containers of prompts and responses; prompts have log-probs 0."""
         real, mask = prompts.attention, sampled.mask  # [B, P], [B, R]
-        size = len(real)
         known = torch.zeros_like(real) if prompts.assistant is None else prompts.assistant
         zeros = torch.zeros(real.shape, device=real.device)  # [B, P]
         ids = sampled.ids.masked_fill(~mask, self.pad_token_id)  # [B, R]
-        common: Any = {"padded": True, "batch_size": [size]}
+        common: Any = {"padded": True, "batch_size": [len(real)]}
         masks = Masks(
             all_attention_mask=torch.cat([real, mask], -1),  # [B, T]
             all_assistant_mask=torch.cat([known, mask], -1),  # [B, T]
             all_response_mask=torch.cat([torch.zeros_like(real), mask], -1),  # [B, T]
             **common,
         )
-        out = TensorDict({"masks": masks}, batch_size=[size])
-        log_probs = (zeros, sampled.log_probs)
-        for key, kind, pair in (
-            ("tokens", Tokens, (prompts.tokens, ids)),
-            (self.log_probs_key, LogProbs, log_probs),
-        ):
-            prompt, response = pair
-            full = torch.cat(pair, -1)  # [B, T]
-            out.set(key, kind(prompt=prompt, response=response, full=full, **common))
-        return out
+        done: dict[type, Any] = {Masks: masks}
+        pairs = {Tokens: (prompts.tokens, ids), LogProbs: (zeros, sampled.log_probs)}
+        for kind, (prompt, response) in pairs.items():
+            full = torch.cat([prompt, response], -1)  # [B, T]
+            done[kind] = kind(prompt=prompt, response=response, full=full, **common)
+        return done
+
+    def _placed(self, containers: dict[type, Any], size: int) -> TensorDict:
+        """Return a td [size] with the containers at their keys, without those that have none."""
+        keys = self.container_keys()
+        placed = {keys[kind]: value for kind, value in containers.items() if keys[kind] is not None}
+        return TensorDict(placed, batch_size=[size])
+
+    def container_keys(self) -> dict[type, NestedKey | None]:
+        """Return the keys of tokens, masks and log-probs."""
+        return {Tokens: "tokens", Masks: "masks", LogProbs: self.log_probs_key}
 
     def _add_chats(self, out: TensorDictBase, prompts: Prompts, sampled: Sampled) -> None:
         """Write the texts and histories of prompts, of responses and of both."""
@@ -310,9 +320,9 @@ class ChatPolicy(TensorDictModuleBase):
             **common,
         )
         scores = self._scored(td, seq, temperature_key)  # [B, T]
-        out = TensorDict({"masks": masks}, batch_size=[len(seq.tokens)])
-        out.set("tokens", Tokens(full=seq.tokens, **common))
-        return out.set(self.log_probs_key, LogProbs(full=scores, **common))
+        containers = {Masks: masks, Tokens: Tokens(full=seq.tokens, **common)}
+        containers |= {LogProbs: LogProbs(full=scores, **common)}
+        return self._placed(containers, len(seq.tokens))
 
     def score(self, td: TensorDictBase, temperature_key: NestedKey | None = None) -> Tensor:
         """Return the log-probs [B, T] of the tokens of a td's sequences; see `forward`."""

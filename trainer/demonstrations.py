@@ -45,7 +45,8 @@ class Demonstrations:
         self.num_chats = len(self.rows)
         if policy.renderer.rewrites_turns:
             self.rows = rows_by_turn(self.rows, last_only=mask == "prompt")
-        self.env, self.policy, self.runtime, self.size = env, policy, runtime, prompts_per_iteration
+        self.env, self.policy = env, policy
+        self.runtime, self.size = runtime, prompts_per_iteration
         self.prompt_masked = mask == "prompt"
 
     def __call__(self, iteration: int) -> TensorDict:

@@ -40,7 +40,8 @@ class PreferencePairs:
         prompts_per_iteration: int,
     ) -> None:
         self.rows = task.preferences()
-        self.env, self.policy, self.runtime, self.size = env, policy, runtime, prompts_per_iteration
+        self.env, self.policy = env, policy
+        self.runtime, self.size = runtime, prompts_per_iteration
 
     def __call__(self, iteration: int) -> TensorDict:
         """Return this rank's pairs of the iteration, [2P, T]."""

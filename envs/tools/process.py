@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -101,13 +100,17 @@ class Tools:
         self, requests: list[Request], work: list[Callable[[], Any]]
     ) -> tuple[list[Outcome], bool]:
         free = {name: asyncio.Semaphore(count) for name, count in self.at_once.items()}
-        ended = True
+        threads, ended = ThreadPoolExecutor(len(work)), True
 
         async def one(name: str, each: Callable[[], Any]) -> Outcome:
             nonlocal ended
             async with free[name]:
                 begun, waits = time.perf_counter(), is_async(self.functions[name])
-                task = asyncio.ensure_future(_awaited(each, waits=waits))
+                task = (
+                    self.loop.create_task(_awaited(each))
+                    if waits
+                    else self.loop.run_in_executor(threads, _outcome, each)
+                )
                 if (await asyncio.wait({task}, timeout=self.timeout))[0]:
                     return task.result()
                 task.cancel()
@@ -130,11 +133,10 @@ def _outcome(work: Callable[[], Any]) -> Outcome:
     return Outcome(text, failed, time.perf_counter() - begun)
 
 
-async def _awaited(work: Callable[[], Any], *, waits: bool) -> Outcome:
+async def _awaited(work: Callable[[], Any]) -> Outcome:
     begun = time.perf_counter()
     try:
-        value = await (work() if waits else asyncio.wrap_future(in_thread(work)))
-        text, failed = as_text(value), False
+        text, failed = as_text(await work()), False
     except BaseException as error:
         text, failed = describe(error), True
     return Outcome(text, failed, time.perf_counter() - begun)
@@ -155,21 +157,3 @@ def as_text(value: Any) -> str:
         return part.tolist() if hasattr(part, "tolist") else str(part)
 
     return value if isinstance(value, str) else json.dumps(value, default=known, ensure_ascii=False)
-
-
-def in_thread(work: Callable[[], Any]) -> Future[Any]:
-    """Return the future result of a call in a thread that does not delay the end of the process."""
-    result: Future[Any] = Future()
-    result.set_running_or_notify_cancel()  # from here on nobody can cancel it
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except StopIteration as error:  # asyncio cannot pass it on; a generator does the same
-            result.set_exception(RuntimeError(f"StopIteration: {error}"))
-        except BaseException as error:  # also KeyboardInterrupt: no signal raises it in a thread
-            usual = isinstance(error, Exception | SystemExit)
-            result.set_exception(error if usual else RuntimeError(repr(error)))
-
-    threading.Thread(target=run, daemon=True).start()
-    return result

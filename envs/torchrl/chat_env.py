@@ -41,17 +41,13 @@ from policies.torchrl.specs import Composite, NonTensor, Unbounded
 class ChatEnv(EnvBase, chat_env.ChatEnv):
     """A single- or multi-turn chat, with or without a task.
 
-    `reset` reads `row` [P] (dicts with "messages") or `data_key` [P] (texts, lists of messages or
-    histories). It writes `group_id`, `turn` [B] and the prompt: always `history.prompt`, in tokens
-    and text mode `tokens.prompt`, in text mode `text.prompt`. All turns keep the other input keys.
-    `step` reads the response from `history.full`, `text.full` or `tokens.full` [B] and
-    writes under "next": `reward` [B, 1], `reward_part.*`, `reward_errors`, `dropped`, `success`,
-    `terminated`, `truncated`, `done` [B, 1] and the next turn's prompt.
+    Keys as in envs/chat_env.py. `reset` also reads `data_key` [P] (texts, lists of messages or
+    histories) and writes, in tokens and text mode, `tokens.prompt`, in text mode `text.prompt`;
+    there `step` reads the response from `tokens.full` or `text.full` [B].
 
     `batch_size`: each reset has (B,) chats, with None any number; an unbatched query is repeated.
     `max_turns`: None is 1 with a task, and no limit without a task.
     `template_kwargs`: chat_template or chat_template_name, for the text and tokens modes.
-    `tools`: schemas that the template shows in chats of rows without "tools".
     `with_tokenizer=True` returns the env with an `IncrementalTokenizer`.
 
     >>> env = ChatEnv(batch_size=(1,), system_prompt="Be brief.")

@@ -12,7 +12,8 @@ from weakref import ref
 from tensordict import TensorDictBase, lazy_stack
 
 from envs import env as plain
-from envs.transforms.transform import Compose, Transform
+from envs.torchrl.hooks import apply_hook
+from envs.transforms.transform import Transform
 from policies.torchrl.specs import Composite
 
 OUTPUTS = ("full_observation_spec", "full_reward_spec", "full_done_spec")
@@ -108,15 +109,7 @@ def _declared(specs: dict[str, Composite], names: tuple[str, ...]) -> Composite:
 
 
 class TransformedEnv(EnvBase, plain.TransformedEnv):
-    """Run `transform` on the outputs of `env` and the inverse transform on the inputs.
-
-    Attributes that this class lacks come from `env`. Use a `Compose` for several transforms.
-    """
-
-    def append_transform(self, transform: Transform) -> TransformedEnv:
-        """Add a transform after the others; return this environment."""
-        plain.TransformedEnv.append_transform(self, transform)
-        return self
+    """Run `transform` on the outputs of `env` and the inverse transform on the inputs."""
 
     def rand_action(self, td: TensorDictBase) -> TensorDictBase:
         """Write some action of the inner environment into td, and return td."""
@@ -131,28 +124,6 @@ class TransformedEnv(EnvBase, plain.TransformedEnv):
     def input_spec(self) -> Composite:
         """Return the specs of inputs by name."""
         return apply_hook(self.transform, "transform_input_spec", self.env.input_spec.clone())
-
-
-def apply_hook(transform: Any, hook: str, spec: Composite) -> Composite:
-    """Return a spec after a transform's hook, `transform_<kind>_spec`; a missing one keeps it.
-
-    The hooks of a Compose are those of its parts, the hook of outputs those of observation, reward
-    and done, the hook of inputs those of action and state.
-    """
-    if (change := getattr(transform, hook, None)) is not None:
-        return change(spec)
-    if isinstance(transform, Compose):
-        for part in transform:
-            spec = apply_hook(part, hook, spec)
-        return spec
-    kinds = {
-        "transform_output_spec": ("observation", "reward", "done"),
-        "transform_input_spec": ("action", "state"),
-    }
-    for kind in kinds.get(hook, ()):
-        key = f"full_{kind}_spec"
-        spec[key] = apply_hook(transform, f"transform_{kind}_spec", spec[key])
-    return spec
 
 
 def check_env_specs(

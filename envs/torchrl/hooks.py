@@ -5,44 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from envs.torchrl.env import apply_hook
 from envs.transforms.transform import Compose, Transform
 from policies.torchrl.specs import Composite
 
 RESOURCES = ("actor_name", "num_cpus", "num_gpus")
+KINDS = {
+    "transform_output_spec": ("observation", "reward", "done"),
+    "transform_input_spec": ("action", "state"),
+}
 
 
-class SpecHooks(Transform):
-    """Declare a transform's changes of an environment's specs.
+def apply_hook(transform: Any, hook: str, spec: Composite) -> Composite:
+    """Return a spec after a transform's hook, `transform_<kind>_spec`, or `default_hook`."""
+    change = getattr(transform, hook, None)
+    return default_hook(transform, hook, spec) if change is None else change(spec)
 
-    Each hook may change its argument and returns it; a subclass overrides those of its entries.
+
+def default_hook(transform: Any, hook: str, spec: Composite) -> Composite:
+    """Return a spec after the hooks of a Compose's parts, or of the kinds that `hook` stands for.
+
+    The hook of outputs stands for observation, reward and done, that of inputs for action and
+    state; the others keep the spec.
     """
-
-    def transform_output_spec(self, output_spec: Composite) -> Composite:
-        """Return the specs of outputs, by one hook for each of the three."""
-        return self._transform_specs(output_spec, "observation", "reward", "done")
-
-    def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Return the specs of inputs, by one hook for each of the two."""
-        return self._transform_specs(input_spec, "action", "state")
-
-    def _transform_specs(self, spec: Composite, *kinds: str) -> Composite:
-        for kind in kinds:
-            hook = getattr(self, f"transform_{kind}_spec")
-            spec[f"full_{kind}_spec"] = hook(spec[f"full_{kind}_spec"])
+    if isinstance(transform, Compose):
+        for part in transform:
+            spec = apply_hook(part, hook, spec)
         return spec
-
-    def _same(self, spec: Composite) -> Composite:
-        """Return the spec unchanged."""
-        return spec
-
-    transform_observation_spec = transform_reward_spec = transform_done_spec = _same
-    transform_action_spec = transform_state_spec = _same
-
-    @property
-    def collector(self) -> Any:
-        """Return the collector registered with the environment, or None."""
-        return None if self.container is None else self.container.collector
+    for kind in KINDS.get(hook, ()):
+        key = f"full_{kind}_spec"
+        spec[key] = apply_hook(transform, f"transform_{kind}_spec", spec[key])
+    return spec
 
 
 def _hook(name: str) -> Any:
@@ -50,8 +42,11 @@ def _hook(name: str) -> Any:
     return lambda self, spec: self._through(name, spec)
 
 
-class PassesSpecs(SpecHooks):
-    """A transform that delegates its specs to `_through(hook, spec)`, by default to its parts."""
+class SpecHooks(Transform):
+    """Declare a transform's changes of an environment's specs.
+
+    Each hook may change its argument and returns it; a subclass overrides those of its entries.
+    """
 
     transform_output_spec = _hook("transform_output_spec")
     transform_input_spec = _hook("transform_input_spec")
@@ -62,11 +57,12 @@ class PassesSpecs(SpecHooks):
     transform_state_spec = _hook("transform_state_spec")
 
     def _through(self, hook: str, spec: Composite) -> Composite:
-        """Apply the spec hooks of the parts to a spec."""
-        assert isinstance(self, Compose)
-        for part in self:
-            spec = apply_hook(part, hook, spec)
-        return spec
+        return default_hook(self, hook, spec)
+
+    @property
+    def collector(self) -> Any:
+        """Return the collector registered with the environment, or None."""
+        return None if self.container is None else self.container.collector
 
 
 class Shareable:

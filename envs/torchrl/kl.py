@@ -14,7 +14,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from envs.torchrl.hooks import PassesSpecs, Shareable, SpecHooks
+from envs.torchrl.hooks import Shareable, SpecHooks
 from envs.torchrl.log_probs import (
     RetrieveLogProb,
     add_per_token,
@@ -122,7 +122,7 @@ class KLComputation(SpecHooks, dense.KLComputation):
         return reward_spec
 
 
-class RetrieveKL(Shareable, PassesSpecs, dense.RetrieveKL):
+class RetrieveKL(Shareable, SpecHooks, dense.RetrieveKL):
     """Score the reference, and the generator if needed, and write their KL per token.
 
     A `gen_model` (or its factory) scores the generator. "from_collector" uses the generation

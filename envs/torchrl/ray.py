@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from tensordict import TensorDictBase
 
-from envs.torchrl.hooks import PassesSpecs
+from envs.torchrl.hooks import SpecHooks
 from envs.torchrl.kl import RetrieveKL
 from envs.torchrl.kl_reward import KLRewardTransform
 from envs.torchrl.log_probs import check_one
@@ -34,7 +34,7 @@ NAMESPACE = "leash"  # Ray finds a name in one namespace only, by default one pe
 REMEDY = "make the transform again, a new actor comes with it"
 
 
-class RayTransform(PassesSpecs):
+class RayTransform(SpecHooks):
     """Run a transform in a Ray actor, shared by every RayTransform of the same `actor_name`.
 
     `make(**kwargs)`, a class or any function, builds the transform once in the actor. Functions of

@@ -7,14 +7,15 @@ results too: the policy reads them, and the run continues.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from envs.rewards.functions import Refused
-from envs.tools.process import as_text, in_thread
+from envs.tools.process import as_text
 from envs.tools.results import ToolTransformBase
 from envs.torchrl.tool_parsers import Parser, PatternParser, ToolCall
 
@@ -176,7 +177,15 @@ def _within(timeout: float | None, work: Callable[[], Any]) -> Any:
     """Return the result of a call or raise TimeoutError; its thread is not stopped."""
     if timeout is None:
         return work()
-    result = in_thread(work)
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()  # an executor would wait for it at the end
     if not wait([result], timeout).done:
         raise TimeoutError(f"no result within {timeout} s")
     return result.result()

@@ -4,7 +4,7 @@
 for a first state; `_call` is for transforms that need one td only. Called on a plain td, a
 transform writes under "next", or into the td itself without a "next".
 A transform may declare its additions to TorchRL's specs by `transform_*_spec(spec)`; see
-`apply_hook` of envs/torchrl/env.py.
+`apply_hook` of envs/torchrl/hooks.py.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 from policies.chats.jinja_template import render_template
 from policies.chats.messages import Message
 from policies.chats.pieces import Piece, close_turn, count_same, cut
-from policies.chats.templates import Template, fix_date, reads_variable, without_variables
+from policies.chats.templates import Template, fix_date, reads_variable
 from policies.chats.text_encoder import Encoder, Span
 from policies.chats.tool_calls import THOUGHTS, WRITTEN, make_call, make_schema, with_arguments
 
@@ -64,11 +64,11 @@ class Outlines:
         options = {"add_generation_prompt": prompt, "tagged": self.tagged}
         if any(message.get("tool_calls") for message in messages):
             messages = [with_arguments(m, as_text=self._takes_text) for m in messages]
-        template, variables = self.template, self._variables
+        variables = self._variables
         for more in messages[0].get("chat_template_kwargs") or ():
-            template, variables = without_variables(template, more), variables | more
+            variables = variables | more
         try:
-            text, tags = render_template(messages, template, variables, **options)
+            text, tags = render_template(messages, self.template, variables, **options)
         except ValueError as error:
             first = "change policy.system_prompt, or " if messages[0]["role"] == "system" else ""
             raise ValueError(f"{self.label} {error}; {first}{self.remedy}") from error

@@ -9,7 +9,7 @@ Left out on purpose: guessing a family from a model's name. The tokenizer's own 
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
@@ -78,12 +78,12 @@ def find_template(
 
 
 def with_variables(text: str, variables: Mapping[str, Any]) -> str:
-    """Prepend assignments of variables to a template, so that they are saved with it.
+    """Prepend defaults of variables to a template, so that they are saved with it.
 
     Raises ValueError for a variable that the template does not read.
 
-    >>> with_variables("{{ 'no' if enable_thinking is false }}", {"enable_thinking": False})
-    "{%- set enable_thinking = False %}\\n{{ 'no' if enable_thinking is false }}"
+    >>> with_variables("{{ 'no' if thinking is false }}", {"thinking": False})
+    "{%- set thinking = thinking | default(False) %}\\n{{ 'no' if thinking is false }}"
     """
     before = re.match(f"({SETTING})*", text)[0]  # pyright: ignore[reportOptionalSubscript]
     text = text.removeprefix(before)
@@ -91,7 +91,8 @@ def with_variables(text: str, variables: Mapping[str, Any]) -> str:
     for name, value in variables.items():
         if not reads_variable(text, name):
             raise ValueError(f"policy.chat_template_kwargs.{name}: unknown to the chat template")
-        settings[name] = f"{{%- set {name} = {value!r} %}}\n"  # Jinja reads Python's literals
+        default = f"{name} | default({value!r})"  # Jinja reads Python's literals
+        settings[name] = f"{{%- set {name} = {default} %}}\n"
     return "".join(settings.values()) + text
 
 
@@ -122,17 +123,6 @@ def reads_variable(text: str, name: str) -> bool:
     """Return whether a template reads a variable that a chat may set."""
     pattern = rf"(?<![\w.'\"]){re.escape(name)}(?!\w)"
     return name not in RESERVED and re.search(pattern, text) is not None
-
-
-def without_variables(text: str, names: Collection[str]) -> str:
-    """Return a template without the assignments of these variables that `with_variables` wrote.
-
-    >>> without_variables(with_variables("{{ a }}", {"a": 1}), ["a"])
-    '{{ a }}'
-    """
-    before = re.match(f"({SETTING})*", text)[0]  # pyright: ignore[reportOptionalSubscript]
-    others = [m[0] for m in re.finditer(SETTING, before) if m[1] not in names]
-    return "".join(others) + text.removeprefix(before)
 
 
 def require_template(tokenizer: Any) -> None:

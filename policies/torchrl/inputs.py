@@ -11,38 +11,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from policies import chat_policy
-from policies.chat_policy import NestedKey, Records
+from policies.chat_policy import NestedKey, Records, Sequences
 from policies.chats.history import History
 from policies.chats.messages import records_of
-from policies.padding import attended, is_ragged, pad, pad_mask, rows, unpad
-
-
-@dataclass(frozen=True)
-class Sequences(chat_policy.Sequences):
-    """Sequences of any layout: also whether it is that of the input, and the end of the prompts."""
-
-    dense: bool = False  # the layout is that of the input
-    after: Tensor | None = None  # all tokens after the prompt
-
-    def repeated(self, times: int) -> "Sequences":
-        """Repeat each row `times` times in a row."""
-        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{k: v.repeat_interleave(times, 0) for k, v in fields.items()})
-
-    def parts(self) -> dict[str, Tensor]:
-        """Return the known masks of prompt, response and assistant, [B, T] each.
-
-        The response starts with the sampled tokens, else after the prompt, else at the assistant's.
-        """
-        parts = {} if self.assistant is None else {"assistant": self.assistant & self.attention}
-        starts = (self.response, self.after, self.assistant)
-        start = next((mask for mask in starts if mask is not None), None)
-        if start is not None:
-            begun = ((start & self.attention).cumsum(-1) > 0) & self.attention
-            after = begun if self.after is None else self.after
-            parts |= {"prompt": self.attention & ~after, "response": begun}
-        return parts
+from policies.padding import attended, is_ragged, pad, rows, unpad
 
 
 @dataclass(frozen=True)
@@ -71,7 +43,7 @@ class InputReader:
         if ids is None:
             return self._fresh(td, "prompt", records, "left")
         masks, ragged = self._prompt_masks(td, ids), _ragged(td, key)
-        return self._padded(attended(ids, masks, ragged=ragged), "left")
+        return self.policy.padded(attended(ids, masks, ragged=ragged), "left")
 
     def _prompt_masks(self, td: TensorDictBase, ids: list[Tensor]) -> list[Tensor] | None:
         """Return the attention masks of prompts: an output's prompt fills its first columns."""
@@ -95,7 +67,7 @@ class InputReader:
             seq = self._stacked(td, ids, side)
         else:
             tokens = td.get(key).to(self.policy.device)  # [B, T]
-            seq = Sequences(tokens, self._attention(td, tokens), dense=True)
+            seq = Sequences(tokens, self._attention(td, tokens))
         has_ids = ids is not None  # so the td's masks must fit its ids
         if seq.assistant is None:
             key = self.policy.key_of("masks", "all_assistant_mask")
@@ -107,8 +79,22 @@ class InputReader:
                 seq = self._with_assistant(seq, self._fresh(td, "full", records, "left"))
         key = self.policy.key_of("masks", "all_response_mask")
         response = self._mask_of(td, seq.tokens, key, side, strict=has_ids)  # [B, T]
-        seq = replace(seq, response=response)
-        return replace(seq, after=self.after_prompt(td, seq, self.prompt_key))
+        return replace(seq, response=response)
+
+    def parts(self, td: TensorDictBase, seq: Sequences) -> dict[str, Tensor]:
+        """Return the known masks of prompt, response and assistant in td's sequences, [B, T] each.
+
+        The response starts with the sampled tokens, else after the prompt, else at the assistant's.
+        """
+        parts = {} if seq.assistant is None else {"assistant": seq.assistant & seq.attention}
+        after = self.after_prompt(td, seq, self.prompt_key)
+        starts = (seq.response, after, seq.assistant)
+        start = next((mask for mask in starts if mask is not None), None)
+        if start is not None:
+            begun = ((start & seq.attention).cumsum(-1) > 0) & seq.attention
+            after = begun if after is None else after
+            parts |= {"prompt": seq.attention & ~after, "response": begun}
+        return parts
 
     def _with_assistant(self, seq: Sequences, fresh: Sequences) -> Sequences:
         """Add the assistant mask of the td's history if it renders to exactly these ids.
@@ -156,7 +142,9 @@ class InputReader:
         prompt = rows(td, key)
         if prompt is None:
             return None
-        if seq.dense and not _ragged(td, key):
+        full = self.ids_key("full")
+        has_dense = rows(td, full) is not None and not _ragged(td, full)
+        if has_dense and not _ragged(td, key):
             dense = torch.stack(prompt).to(self.policy.device)  # [B, P]
             size = dense.shape[-1]
             if ((seq.tokens[:, :size] != dense) & seq.attention[:, :size]).any():
@@ -183,11 +171,11 @@ class InputReader:
                 f"input_mode={mode!r}, got keys {sorted(map(str, td.keys()))}"
             )
         if mode == "history":
-            seq = self.policy.rendered(records or [], side, add_generation_prompt=field == "prompt")
-            return Sequences(seq.tokens, seq.attention, assistant=seq.assistant)
+            prompts = field == "prompt"
+            return self.policy.rendered(records or [], side, add_generation_prompt=prompts)
         options = {"add_special_tokens": False, **self.policy.tokenizer_kwargs}
         ids = [self.policy.tokenizer(text, **options)["input_ids"] for text in self.texts(td)]
-        return self._padded([torch.tensor(row, dtype=torch.int64) for row in ids], side)
+        return self.policy.padded([torch.tensor(row, dtype=torch.int64) for row in ids], side)
 
     def texts(self, td: TensorDictBase) -> list[str]:
         """Return the texts at the key."""
@@ -200,16 +188,12 @@ class InputReader:
         for place in (key, self.policy.attention_mask_key):
             masks = rows(td, place)
             if masks and [len(mask) for mask in masks] == sizes:
-                tokens, keep = self._padded(ids, side).tokens, self.mask_at(td, place, side)
+                tokens, keep = self.policy.padded(ids, side).tokens, self.mask_at(td, place, side)
                 return Sequences(tokens, keep)
             if masks and place == key:  # the other key may hold masks of prompts
                 got = [len(mask) for mask in masks]
                 raise ValueError(f"expected {key} with an entry for each id, {sizes}, got {got}")
-        return self._padded(ids, side)
-
-    def _padded(self, ids: list[Tensor], side: str) -> Sequences:
-        tokens = pad(ids, self.policy.pad_token_id, side=side).to(self.policy.device)
-        return Sequences(tokens, pad_mask([len(r) for r in ids], side=side, device=tokens.device))
+        return self.policy.padded(ids, side)
 
     # Masks.
 

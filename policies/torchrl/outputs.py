@@ -11,10 +11,9 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
+from policies.chat_policy import Sequences
 from policies.chats.containers import LogProbs, Masks, Tokens
 from policies.padding import compact, inner, unpad
-from policies.sampler import Sampled
-from policies.torchrl.inputs import Sequences
 
 
 @dataclass(frozen=True)
@@ -60,31 +59,28 @@ class OutputFormat:
             self._offsets[sizes] = ends.cumsum(0)
         return torch.nested.nested_tensor_from_jagged(torch.cat(rows), self._offsets[sizes])
 
-    def generated(self, prompts: Sequences, sampled: Sampled) -> dict[type, Any]:
-        """Return Tokens, Masks and LogProbs of prompts and responses; prompts have log-probs 0."""
-        real, sampled_mask = prompts.attention, sampled.mask
-        known = torch.zeros_like(real) if prompts.assistant is None else prompts.assistant
-        zeros = torch.zeros(real.shape, device=real.device)
-        ids = sampled.ids.masked_fill(~sampled_mask, self.pad_token_id)
-        attention = torch.cat([real, sampled_mask], -1)  # [B, T]
-        masks = {
-            "all_attention_mask": attention,
-            "all_assistant_mask": torch.cat([known, sampled_mask], -1),
-            "all_response_mask": torch.cat([torch.zeros_like(real), sampled_mask], -1),
-        }
-        done = {Masks: self.store(Masks, {name: (m, attention) for name, m in masks.items()})}
-        pairs = {Tokens: (prompts.tokens, ids), LogProbs: (zeros, sampled.log_probs)}
-        for kind, (prompt, response) in pairs.items():
-            full = torch.cat([prompt, response], -1), attention
-            parts = {"prompt": (prompt, real), "response": (response, sampled_mask), "full": full}
-            done[kind] = self.store(kind, parts)
+    def generated(self, dense: dict[type, Any], real: dict[str, Tensor]) -> dict[type, Any]:
+        """Return containers of prompts and responses; `real`: the masks of their fields' tokens."""
+        if self.padded:
+            return dense
+        done = {}
+        for kind, container in dense.items():
+            names = [name for name in container.keys() if name != "padded"]  # noqa: SIM118
+            values = {name: container.get(name) for name in names}
+            fields = {name: (v, real.get(name, real["full"])) for name, v in values.items()}
+            done[kind] = self.store(kind, fields)
         return done
 
-    def scored(self, seq: Sequences, log_probs: Tensor) -> dict[type, Any]:
-        """Return Masks, Tokens and LogProbs of full sequences, without unknown fields."""
-        parts, real = seq.parts(), seq.attention
-        if self.padded:  # it must fill the first columns of `full`, which is not sure here
-            parts.pop("prompt", None)
+    def scored(
+        self, seq: Sequences, log_probs: Tensor, *, parts: dict[str, Tensor]
+    ) -> dict[type, Any]:
+        """Return Masks, Tokens and LogProbs of full sequences, without unknown fields.
+
+        parts: masks of prompt, response and assistant, [B, T] each.
+        """
+        real = seq.attention
+        if self.padded:  # a prompt must fill the first columns of `full`, which is not sure here
+            parts = {name: mask for name, mask in parts.items() if name != "prompt"}
         masks = {
             "all_attention_mask": real,
             "all_assistant_mask": seq.assistant,

@@ -68,7 +68,8 @@ class TokenDists:
         if policy.generate:
             raise NotImplementedError("a generating policy; use get_new_version(generate=False)")
         rows = flat(td)
-        self.td, self.side, self.out, self.logits_key = td, padding_side, tensordict_out, logits_key
+        self.td, self.side = td, padding_side
+        self.out, self.logits_key = tensordict_out, logits_key
         self.reader: InputReader = policy.reader(rows)
         self.seq = seq = self.reader.sequences(rows, padding_side)
         # Losses ask for the ratio at the temperature of the sampling.

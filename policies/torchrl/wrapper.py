@@ -16,7 +16,14 @@ from tensordict import TensorDict, TensorDictBase, unravel_key
 from torch import Tensor
 from torch.distributions import Categorical
 
-from policies.chat_policy import ChatPolicy, NestedKey, Prompts, Records, update_in_place
+from policies.chat_policy import (
+    ChatPolicy,
+    NestedKey,
+    Prompts,
+    Records,
+    Sequences,
+    update_in_place,
+)
 from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from policies.chats.history import History
 from policies.chats.renderer import Renderer
@@ -27,7 +34,7 @@ from policies.sampler import Sampled
 from policies.scorer import Scorer
 from policies.torchrl.batching import BatchedCalls, BatchQueue
 from policies.torchrl.generate_kwargs import GenerateKwargs
-from policies.torchrl.inputs import InputReader, Sequences, flat
+from policies.torchrl.inputs import InputReader, flat
 from policies.torchrl.outputs import OutputFormat, input_device
 from policies.torchrl.sequences import LLMMaskedCategorical
 from policies.torchrl.token_dists import TokenDists, show_rows
@@ -54,12 +61,8 @@ class LLMWrapperBase(ChatPolicy):
     *_key: the key of each output; None leaves it out.
     batching: run rows of several threads together, see BatchQueue; sizes alone enable it.
     prefer_tokens: ids have priority over the history or text; False renders even if ids exist.
-    score_mask_key: a bool mask [B, T]; only its tokens are scored, the others are 0.
-    micro_batch_tokens: the maximum of padded tokens in one scoring forward.
 
-    A `stream` [B] in the input seeds each row; otherwise torch's generator does.
-    Log-probs of a response are those of the sampling distribution (temperature, top-p, ...), scores
-    those of the full distribution at the temperature.
+    score_mask_key, micro_batch_tokens, seeds of rows and log-probs: see ChatPolicy.
     """
 
     def __init__(
@@ -259,8 +262,9 @@ class LLMWrapperBase(ChatPolicy):
         if prompts.records is not None:
             records = [row for row in prompts.records for _ in range(times)]
             chats = History.from_records(records)
-        ids: Any = prompts.ids
-        return Prompts(ids.repeated(times), streams, chats, records)
+        known = {name: mask for name, mask in vars(prompts.ids).items() if mask is not None}
+        ids = Sequences(**{name: mask.repeat_interleave(times, 0) for name, mask in known.items()})
+        return Prompts(ids, streams, chats, records)
 
     def _generate(self, prompts: Prompts) -> TensorDictBase:
         """Return n responses to each prompt, [B, n]."""
@@ -270,19 +274,17 @@ class LLMWrapperBase(ChatPolicy):
         times = self.num_samples
         return out if times is None else out.reshape(len(out) // times, times)
 
-    def _containers(self, prompts: Any, sampled: Sampled) -> TensorDict:
+    def _containers(self, prompts: Sequences, sampled: Sampled) -> TensorDict:
         """Return tokens, masks and log-probs at their keys, dense or ragged."""
-        return self._placed(self._output_format().generated(prompts, sampled), len(sampled.ids))
+        real = {"prompt": prompts.attention, "response": sampled.mask}  # [B, P], [B, R]
+        real["full"] = torch.cat([*real.values()], -1)  # [B, T]
+        done = self._output_format().generated(self._dense(prompts, sampled), real)
+        return self._placed(done, len(sampled.ids))
 
-    def _placed(self, done: dict[type, Any], size: int) -> TensorDict:
-        """Return a td [size] with the containers at their keys, without those that have none."""
-        keys = {Tokens: self.tokens_key, Masks: self.masks_key}
-        keys |= {LogProbs: self.log_probs_key if self.return_log_probs else None}
-        out = TensorDict(batch_size=[size])
-        for kind, container in done.items():
-            if keys[kind] is not None:
-                out.set(keys[kind], container)
-        return out
+    def container_keys(self) -> dict[type, NestedKey | None]:
+        """Return the keys of tokens, masks and log-probs."""
+        log_probs = self.log_probs_key if self.return_log_probs else None
+        return {Tokens: self.tokens_key, Masks: self.masks_key, LogProbs: log_probs}
 
     def _add_chats(self, out: TensorDictBase, prompts: Prompts, sampled: Sampled) -> None:
         """Write texts and histories unless the input is ids."""
@@ -295,21 +297,22 @@ class LLMWrapperBase(ChatPolicy):
                 out.set(self.history_key, chats)
 
     def _score(
-        self, td: TensorDictBase, seq: Any, temperature_key: NestedKey | None
+        self, td: TensorDictBase, seq: Sequences, temperature_key: NestedKey | None
     ) -> TensorDictBase:
         """Return masks, tokens, log-probs, texts and histories of the full sequences of td."""
-        scores = self._scored(td, seq, temperature_key)  # [B, T]
-        out = self._placed(self._output_format().scored(seq, scores), len(td))
         reader = self.reader(td)
+        parts = reader.parts(td, seq)
+        scores = self._scored(td, seq, temperature_key)  # [B, T]
+        out = self._placed(self._output_format().scored(seq, scores, parts=parts), len(td))
         if self.text_key is not None and self.input_mode != "tokens":
-            out.set(self.text_key, self._scored_texts(td, seq, reader))
+            out.set(self.text_key, self._scored_texts(td, seq, parts=parts))
         if self.history_key is not None and reader.records(td) is not None:
             chats = ChatHistory(full=td.get(reader.key), batch_size=td.batch_size)
             out.set(self.history_key, chats)
         return out
 
     def _scored(
-        self, td: TensorDictBase, seq: Any, temperature_key: NestedKey | None = None
+        self, td: TensorDictBase, seq: Sequences, temperature_key: NestedKey | None = None
     ) -> Tensor:
         """Return the log-probs [B, T] of a td's sequences."""
         return self._calls._log_probs(*self._to_score(td, seq, temperature_key))
@@ -319,9 +322,11 @@ class LLMWrapperBase(ChatPolicy):
         """Return the object that has `_draw` and `_log_probs`: with batching the queue."""
         return self if self._batched is None else self._batched
 
-    def _scored_texts(self, td: TensorDictBase, seq: Sequences, reader: InputReader) -> Text:
+    def _scored_texts(
+        self, td: TensorDictBase, seq: Sequences, *, parts: dict[str, Tensor]
+    ) -> Text:
         """Return the texts of full sequences; the response leaves out its end-of-turn token."""
-        parts, decode = seq.parts(), self._decode
+        reader, decode = self.reader(td), self._decode
         texts = {"full": decode(seq.tokens, seq.attention)}
         if self.input_mode == "text" and td.get(reader.key, None) is not None:
             texts["full"] = reader.texts(td)
@@ -369,8 +374,9 @@ class LLMWrapperBase(ChatPolicy):
         if self.generate:
             raise RuntimeError("log_prob scores; expected generate=False, got generate=True")
         td = flat(data)
-        seq = self.reader(td).sequences(td)
-        part = seq.parts().get("response")
+        reader = self.reader(td)
+        seq = reader.sequences(td)
+        part = reader.parts(td, seq).get("response")
         if part is None:
             raise ValueError(
                 "expected prompt tokens or an assistant mask, found neither; use "

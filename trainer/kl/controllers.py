@@ -96,7 +96,8 @@ class LinearKLController(KLControllerBase):
 
     def __init__(self, coeff: float, *, end: float, total: int, model: Any = None) -> None:
         super().__init__(coeff, model=model)
-        self.start, self.end, self.total, self.done = float(coeff), float(end), total, 0
+        self.start, self.end = float(coeff), float(end)
+        self.total, self.done = total, 0
 
     def update(self, kl_values: Sequence[float]) -> float:
         """Return the coefficient of the next iteration."""
@@ -200,7 +201,8 @@ class BudgetKLController(KLControllerBase):
     """
 
     follows_kl = True
-    SUM, ERROR, SLOPE, RANGE = 0.07, 0.6, 2.0, 100.0
+    SUM, ERROR = 0.07, 0.6
+    SLOPE, RANGE = 2.0, 100.0
 
     def __init__(self, coeff: float, *, target: float, model: Any = None) -> None:
         super().__init__(coeff, model=model)

@@ -266,7 +266,8 @@ def _wait(ranks: list[subprocess.Popen], folder: Path, signals: list[int]) -> tu
     The first of `signals` is forwarded; the second kills all processes. After a rank failed, the
     others have RANK_EXIT_SECONDS to end.
     """
-    code, first, passed, limit = 0, 0, False, float("inf")
+    code, first = 0, 0
+    passed, limit = False, float("inf")
     while None in [rank.poll() for rank in ranks]:  # a list, so that every rank is polled
         if not code and (failed := _first_failure(ranks))[0]:
             code, first = failed

@@ -37,7 +37,8 @@ class Overlap:
         if source.runtime.ranks > 1 and isinstance(source, DynamicRollouts):
             # Its collectives could interleave with those of the gradients.
             raise ValueError("trainer.overlap expects one rank with trainer.DynamicRollouts")
-        self.source, self.policy, self.ahead, self.total = source, policy, ahead, num_iterations
+        self.source, self.policy = source, policy
+        self.ahead, self.total = ahead, num_iterations
         self.env, self.prompts = source.env, source.prompts
         self.plays: dict[int, Future] = {}
         self.last: list[Future] = []  # the play before the next one
