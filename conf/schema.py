@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, make_dataclass, replace
+from datetime import date
 from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,15 @@ TABLES: dict[str, Collection[str]] = {  # of names; a part is one of them, or a 
     "KL controllers": CONTROLLERS,
     "surrogates": SURROGATES,
 }
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
 RANGES: dict[str, Callable[[Any], bool]] = {
     ">= 0": lambda x: 0 <= x < math.inf,
     ">= 1": lambda x: 1 <= x < math.inf,
@@ -47,7 +57,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "above 0 and below 1": lambda x: 0 < x < 1,
     "to be 0": lambda x: x == 0,
     "to be true": lambda x: x is True,
-    "to be YYYY-MM-DD": lambda x: bool(re.fullmatch(r"\d{4}-[01]\d-[0-3]\d", x)),
+    "to be YYYY-MM-DD": _is_date,
     "to be of 64 bits": lambda x: -(2**63) <= x < 2**63,
     "to be two numbers from 0 to below 1": lambda x: len(x) == 2 and all(0 <= b < 1 for b in x),
     "to be a text or a list of texts": lambda x: (

@@ -95,6 +95,8 @@ class Cells:
     def text(self, index: int, column: str, value: Any) -> str:
         """Return a text, or the paragraphs of a list of texts or of {title, text or sentences}."""
         if isinstance(value, Mapping) and isinstance(value.get("title"), list):  # HotpotQA
+            if len({len(each) for each in value.values()}) > 1:
+                raise self.table.error(index, column, "lists of one length", value)
             columns = zip(*value.values(), strict=True)
             value = [dict(zip(value, each, strict=True)) for each in columns]
         texts = []
@@ -138,6 +140,7 @@ class Cells:
         if not isinstance(value, list) or any(isinstance(each, Mapping) for each in value):
             return []
         texts = [each if isinstance(each, str) else json.dumps(each) for each in value]
+        texts = [text for text in texts if text != "null"]
         if not any(text.strip() for text in texts):
             raise self.table.error(index, column, "a right answer", value)
         return list(dict.fromkeys(filter(str.strip, texts)))

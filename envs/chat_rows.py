@@ -20,7 +20,9 @@ from envs.row_parts import NAMED, PARTS, UnreadColumn, find_parts, texts_of
 from envs.shapes import Shape, find_shape
 
 LABELS = ("label", "kto_tag", "is_correct", "helpfulness")  # false for a response to avoid
-TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+LABELS += ("correct", "desirable", "accepted")
+TRUTHS = {"true": True, "1": True, "1.0": True, "yes": True, "good": True, "desirable": True}
+TRUTHS |= dict.fromkeys(("false", "0", "0.0", "-1", "no", "bad", "undesirable"), False)
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 EVAL_SHARE, EVAL_ROWS = 0.1, 200  # size of the split without eval data, at most
 
@@ -161,8 +163,9 @@ def _read(
     """
     origin, keys = Origin(), list[bytes]()
     parts: list[Sequence[Row]] = []
-    for name in sets:
-        table = load_table(name, split=split)
+    tables = [load_table(name, split=split) for name in sets]
+    _check_left_out(tables, reading.columns)
+    for name, table in zip(sets, tables, strict=True):
         left = [column for column in table.columns if reading.columns.get(column, column)]
         make = _Rows(replace(table, columns=left), reading, origin, several=len(sets) > 1)
         listed, indices = list[Row](), list[int]()
@@ -188,6 +191,14 @@ def _read(
         origin.shapes[label] = origin.shapes.get(label, 0) + len(indices)
         parts.append(listed or LazyRows(make, indices))
     return _joined(parts), keys
+
+
+def _check_left_out(tables: Sequence[Table], columns: Mapping[str, str | None]) -> None:
+    """Raise ValueError for a column to be left out that no table has."""
+    known = [column for table in tables for column in table.columns]
+    for name, column in columns.items():
+        if column is None and name.partition(".")[0] not in (*known, *PARTS):
+            raise ValueError(f"env.columns.{name}=null: expected one of {', '.join(known)}")
 
 
 def _joined(parts: list[Sequence[Row]]) -> Sequence[Row]:
@@ -306,15 +317,18 @@ class _Rows:
             if letter:
                 out |= {"answer": letter, "options": options}
                 learnt = f"{letter}. {options[letter]}"
-            elif not isinstance(right, str) or len(right.strip()) < 3:
-                raise self.table.error(index, column, "a letter, index or text of options", right)
+            else:
+                remedy = f"env.columns.{self.parts.read['options'][0]}=null leaves the options out"
+                expected = f"a letter, index or text of the options ({remedy})"
+                raise self.table.error(index, column, expected, right)
         elif several := self.cells.right_answers(index, column, right):
             learnt = several[0]
             out |= {"answer": learnt, "answers": several}
         for solution, cell in self._cells_of("solution", row):
             text, answer = self.cells.text(index, solution, cell), str(learnt)
             out.setdefault("answer", answer)
-            has_answer = re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text)
+            # 15, 5.5 and 5,000 do not hold a 5.
+            has_answer = re.search(rf"(?<![\w.,]){re.escape(answer)}(?!\w|[.,]\d)", text)
             learnt = text if has_answer else f"{text}\n#### {answer}"
         return row if learnt is right else {**row, column: learnt}
 
@@ -367,6 +381,9 @@ class _Rows:
                 raise self.table.error(index, name, "a text", text)
             if chat[0]["role"] != "system":
                 chat.insert(0, {"role": "system", "content": text})
+            elif text.strip() not in chat[0]["content"]:
+                expected = f"the text of the system message (env.columns.{name}=null drops it)"
+                raise self.table.error(index, name, expected, text)
 
     def _add_thoughts(self, index: int, row: Row, chat: list[Message]) -> None:
         """Add the thoughts of a row to its response, unless that has them."""

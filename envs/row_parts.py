@@ -10,29 +10,36 @@ from typing import Any
 from envs.data import Row, Table, cell_of
 from envs.shapes import OPTIONS, Shape
 
+# Columns that may hold something else: read only as env.columns.<part>=<column>.
+OTHER_CONTEXTS = ("story", "evidence", "sentence", "sentences", "table", "sql_context", "ctxs")
+OTHER_CONTEXTS += ("context_text", "dialogue", "starter_code", "few_shot")
+OTHER_CONTEXTS += ("instruction", "instructions")
+OTHER_OPTIONS = ("answer_choices", "candidates", "endings", "distractors")
+STEMS = ("", "op", "option_", "choice_")
+OPTION_COLUMNS = [f"{stem}{letter}" for stem in STEMS for letter in "abcd"]
+OTHER_THOUGHTS, OTHER_SOLUTIONS = ("thinking_trace", "scratchpad"), ("explanation", "rationale")
+ON_REQUEST = ("system_message", "system_instruction", "functions", "metadata.tools", "long_answer")
+ON_REQUEST += (*OTHER_CONTEXTS, *OTHER_OPTIONS, *OTHER_THOUGHTS, *OTHER_SOLUTIONS)
 NAMED = ("messages", "question", "answer")  # keys of env.columns for the columns of a shape
 # Parts of a row, keys of env.columns, with the names in lower case that their columns have.
 PROMPT = {
     "context": (
         *("input", "context", "contexts", "passage", "passages", "paragraph", "paragraphs"),
-        *("document", "documents", "article", "background"),
+        *("document", "documents", "article", "background", *OTHER_CONTEXTS),
     ),
     "history": ("history", "chat_history", "conversation_history"),
     "system": ("system", "system_prompt", "system_message", "system_instruction"),
-    "options": OPTIONS,
+    "options": (*OPTIONS, *OTHER_OPTIONS, *OPTION_COLUMNS),
     "tools": ("tools", "functions", "metadata.tools"),
 }
 RESPONSE = {
     "thoughts": (
         *("reasoning", "reasoning_content", "thinking", "thought", "thoughts"),
-        *("chain_of_thought", "cot", "complex_cot"),
+        *("chain_of_thought", "cot", "complex_cot", *OTHER_THOUGHTS),
     ),
-    "solution": ("solution", "explanation", "rationale"),
+    "solution": ("solution", *OTHER_SOLUTIONS, "long_answer"),
 }
 PARTS = {**PROMPT, **RESPONSE, "chat_template_kwargs": ("chat_template_kwargs",)}
-# Read only as env.columns.<part>=<column>: they often hold something else.
-ON_REQUEST = ("system_message", "system_instruction", "functions", "metadata.tools")
-ON_REQUEST += ("explanation", "rationale")
 OF_CHATS = ("system", "tools", "chat_template_kwargs")  # parts that are read beside whole chats
 SEVERAL = ("context", "system")  # parts that may have several columns
 SWITCHES = ("", "on", "off", "yes", "no", "true", "false")  # such a cell has no text to read
@@ -77,6 +84,9 @@ def find_parts(
     beside = [*shape.needs(), "rejected" if pairs else "", *columns.values()]
     beside += [name.partition(".")[0] for name in beside if name]
     free = [name for name in table.columns if name not in beside]
+    lower = {name.lower() for name in free}
+    lettered = [stem for stem in STEMS if {f"{stem}a", f"{stem}b"} <= lower]  # c alone is no option
+    single = {f"{stem}{letter}" for stem in lettered for letter in "abcd"}
     parts = Parts()
     for part, names in PARTS.items():
         named = columns.get(part)
@@ -86,16 +96,19 @@ def find_parts(
                 "it out, or name the columns env.columns.question and env.columns.answer"
             )
         present = [column for column in free if column.lower() in names]
+        present = [c for c in present if c.lower() in single or c.lower() not in OPTION_COLUMNS]
         present += [n for n in names if "." in n and n.partition(".")[0] in free and n != named]
         present.sort(key=lambda column: names.index(column.lower()))
         if named:
             parts.read[part] = [table.require(part, named)]
         for column in present if part in expects else ():
             more = part not in parts.read or (part in SEVERAL and not named)
-            if part in takes and more and column.lower() not in ON_REQUEST:
+            alone = column.lower() in single
+            if part in takes and more and not alone and column.lower() not in ON_REQUEST:
                 parts.read.setdefault(part, []).append(column)
                 continue
             remedy = f"env.columns.{part}={column} to read it, or " if part in takes else ""
+            remedy = "env.columns.options=<one column with a list of all>, or " if alone else remedy
             remedy += f"env.columns.{column.partition('.')[0]}=null to leave it out"
             parts.unread[column] = remedy
     return parts

@@ -68,8 +68,10 @@ def sha256_of_inputs(node: Any, path: str = "", *, weights: bool = False) -> dic
             out |= sha256_of_inputs(value, key, weights=weights)
         elif name == "_target_":
             files = code_files(value)
-        elif isinstance(value, str) and os.path.isfile(value):  # an argument of the user's code
-            files = [Path(value)]
+        elif isinstance(value, str):  # an argument of the user's code
+            place = os.path.expanduser(value)
+            is_folder = key.startswith("env.") and os.sep in value and os.path.isdir(place)
+            files = [Path(place)] if is_folder or os.path.isfile(place) else []
         texts = TEXTS if key in WEIGHED and not weights else None
         if each := [sha256_of_path(file, texts) for file in files]:
             out[key] = each[0] if len(each) == 1 else sha256_of_texts(each)

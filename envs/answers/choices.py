@@ -12,15 +12,14 @@ from envs.answers.extraction import extract_answer
 TEXT_KEYS, LABEL_KEYS = ("text", "content", "option"), ("label", "key", "id")
 LETTERED = re.compile(r"\(?([A-Z])[).:]\s*")  # options of AQuA: "A)21"
 LATEX = re.compile(r"\\(?:text\w*|mathrm|mathbf)\s*\{([^{}]*)\}")
-# A letter stands alone, before a mark or a reason; before other words, "A" is the article and "I"
-# the pronoun.
-MARK = r"[\W_]*(?:$|\n)|[\s*_]*[).:\]]|[,;](?! *[A-Z]\b)"
-AFTER = rf"(?![\w'\u2019])(?={MARK}|[\s*_]+(?:because|since|as{{}})\b)"
-FIRST = re.compile(r"[\W_]*([A-Z])" + AFTER.format("|is"))
-STATED = re.compile(
-    r"\b(?i:answer|option|choice|choose|is|it's)\b[\s:*_(\[\"']*([A-Z])" + AFTER.format("")
-)
-MARKED = re.compile(r"(?<!\w)([A-Z])[).:](?!\w)")  # "B)" of a list of options
+LETTER = re.compile(r"(?<![\w'\u2019])([A-Z])(?![\w'\u2019])")
+# Before a word in lower case "A" is the article and "I" the pronoun, unless a reason follows.
+REASON = r"[\s*_]+(?:because|since|as|is (?:correct|right|the))\b"
+PROSE = re.compile(rf"(?!{REASON}| (?:or|and)\b) +[a-z]")
+END = re.compile(rf"[\W_]*(?:$|\n)|[\s*_]*[).:\],;]| +[-\u2013] |{REASON}")
+BEFORE = r"\b(?i:answer|option|choice|choose|is|it's)\b[\s:*_(\[\"']*"  # of a stated letter
+STATED = re.compile(BEFORE + r"([A-Z])(?![\w'\u2019])")
+NEGATION = re.compile(r"(?i)(?:\bnot|n't)[\s*_(\"]*$")
 ANSWER_IS = re.compile(r"(?i)\banswer(?:\s+is|\s*:)\s*:?\s*(.+)")
 
 
@@ -60,13 +59,16 @@ def right_letter(answer: Any, labels: list[str], texts: list[str]) -> str | None
     >>> [right_letter(answer, [], ["Lima", "Oslo"]) for answer in (1, "b", "Oslo", "Rome")]
     ['B', 'B', 'B', None]
     """
-    letters = ascii_uppercase[: len(texts)]
-    name = str(answer).strip()
+    letters = [*ascii_uppercase[: len(texts)]]
+    name = str(answer).strip().removesuffix(".0")  # an index in a column of floats
+    if lettered := LETTERED.match(name):  # "B) Oslo"
+        label, text = lettered[1], name[lettered.end() :].strip()
+        name = label if text in ("", *texts) else name
     bare = name.strip("().:").upper()
     for names in ([label.upper() for label in labels], letters):
         if bare and bare in names:
             return letters[[*names].index(bare)]
-    if name in texts and not isinstance(answer, int):
+    if name in texts and not isinstance(answer, int | float):
         return letters[texts.index(name)]
     return letters[int(name)] if name.isdecimal() and int(name) < len(texts) else None
 
@@ -74,9 +76,9 @@ def right_letter(answer: Any, labels: list[str], texts: list[str]) -> str | None
 def chosen_letter(response: str, options: Mapping[str, str]) -> str | None:
     """Return the letter of the option that a response takes, or None.
 
-    It takes one by its letter ("A", "(a)", "A) Lima", "The answer is A because ..."), or by its
-    text alone or after "answer is". The article "a" and the pronoun "I" are no letters. A letter
-    with the text of another option, and several options, are None.
+    It takes one by its text alone, by its letter alone, by the last letter behind "answer is",
+    "option" and the like, or by the only letter that it names ("A) Lima", "So I pick A."). A letter
+    with another one behind it, or with the text of another option, is None.
 
     >>> options = {"A": "Lima", "B": "Oslo"}
     >>> texts = ("(a)", "A. Lima", "The answer is A.", "lima.", "A city.", "A. Oslo", "A. B.")
@@ -85,15 +87,24 @@ def chosen_letter(response: str, options: Mapping[str, str]) -> str | None:
     """
     text = LATEX.sub(r"\1", extract_answer(response)[0]).strip()
     for part in (text, *ANSWER_IS.findall(text)[-1:]):
-        bare = re.sub(r"[\W_]", "", part).upper()
+        bare = re.sub(r"[\W_]", "", part).upper() if part is text else ""
         same = [letter for letter, option in options.items() if plain(part) == plain(option)]
         if bare in options or same:
             return bare if bare in options else same[0]
-    stated = [*STATED.finditer(text)]
-    match = stated[-1] if stated else FIRST.match(text)
-    if match is None or match[1] not in options:
+    named = _letters(text, options)
+    stated = [match for match in STATED.finditer(text) if END.match(text, match.end(1))]
+    match = stated[-1] if stated else named[-1] if len({m[1] for m in named}) == 1 else None
+    if match is None or match[1] not in options or not END.match(text, match.end(1)):
         return None
-    rest = text[match.end(1) :].lstrip(").:,;]*_ ")
+    rest = text[match.end(1) :].lstrip(").:,;]*_-\u2013 ")
+    negated = NEGATION.search(text[: match.start(1)])
     others = {letter: plain(option) for letter, option in options.items() if letter != match[1]}
-    listed = others.keys() & {*MARKED.findall(rest)}
-    return None if listed or plain(rest.partition("\n")[0]) in others.values() else match[1]
+    says_other = plain(rest.partition("\n")[0]) in others.values()
+    named_behind = any(m.start(1) > match.start(1) and m[1] != match[1] for m in named)
+    return None if negated or says_other or named_behind else match[1]
+
+
+def _letters(text: str, options: Mapping[str, str]) -> list[re.Match[str]]:
+    """Return the letters of options in a text, without the article and the pronoun."""
+    letters = [match for match in LETTER.finditer(text) if match[1] in options]
+    return [m for m in letters if not (m[1] in "AI" and PROSE.match(text, m.end()))]

@@ -131,8 +131,9 @@ def _spell(text: str) -> str:
             for c in text
         )
         text = unicodedata.normalize("NFC", text).translate(SAME)
+    text = text.replace("{,}", ",")
     if "\\" in text:  # \Delta is not \delta
-        text = TEXT.sub(r"\1", text.replace("{,}", ",").replace("\\ ", " "))
+        text = TEXT.sub(r"\1", text.replace("\\ ", " "))
         text = text.replace("\\{", "{").replace("\\}", "}").replace("dfrac", "frac")
         text = LETTERS.sub(lambda m: m[0] if m[0][0] == "\\" else m[0].casefold(), text)
     else:

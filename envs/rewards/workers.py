@@ -177,6 +177,7 @@ def serve(pipe: int, owner: int) -> None:
         connection.send(f"{type(error).__name__}: {error}")
         return
     connection.send(None)
+    process = os.getpid()
     with suppress(EOFError):
         while True:
             call = connection.recv_bytes()
@@ -185,6 +186,9 @@ def serve(pipe: int, owner: int) -> None:
             except FAULTS as fault:
                 value = as_error(fault)
                 value.add_note(error_location(fault))
+            finally:
+                if os.getpid() != process:  # a child that the function forked would answer too
+                    os._exit(0)
             try:
                 connection.send(value)
             except Exception as error:  # pickling failed

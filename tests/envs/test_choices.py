@@ -14,12 +14,14 @@ RIGHT_FORMS = [
     r"\boxed{{{k}}}", r"so \boxed{{\text{{({k})}}}}", "<answer>{k}</answer>", "#### {k}",
     "<think>B. C. Oslo</think>{k}", "It must be option {k}.", "{k} is correct.",
     "The answer is {k} because I know it.", "C is wrong, so the answer is {k}.",
+    "Therefore, {k}.", "So it must be ({k})", "{k} - {v}",
 ]  # fmt: skip
 EARN_NOTHING = [
     "", "A city lies by the sea.", "It is a city.", "I think so.", "I am sure.", "I'm not sure",
     "Is it a boat?", "A. B. C.", "A, B or I", "A or I", "The answer is not I.", "A. Oslo",
     "I. Oslo", "A. Lima\nB. a city by the sea\nC. Oslo", "<think>A</think>", "As I said",
-    "The answer is a boat",
+    "The answer is a boat", "A is wrong", "A is wrong, I is not sure", "A\nB\nC", "A, or B", "A:B",
+    "A.B", "Answer: A\nB", "It is not A.", "It isn't I.",
 ]  # fmt: skip
 
 

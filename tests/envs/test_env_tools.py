@@ -244,6 +244,12 @@ def test_an_object_is_made_again_in_the_process_of_the_tools():
     assert [done.text for done in process.outcomes([("locked", {})] * 2)] == ["4", "5"]
 
 
+def test_the_child_that_a_tool_forks_answers_no_call():
+    process = ToolProcess({"fork": typed_tools.fork}, at_once={}, timeout=5)
+    answers = [process.outcomes([("fork", {"text": str(n)})])[0].text for n in range(6)]
+    assert answers == ["0", "1", "2", "3", "4", "5"]
+
+
 def test_calls_of_a_turn_have_a_limit():
     td = step(make_env(max_calls=2), call("count", '{"step": 1}') * 5)
     refused = ["Error: at most 2 calls a turn are made"] * 3

@@ -127,6 +127,9 @@ NAMED = {"question": "p", "answer": "a"}
     ("row", "columns", "column", "part"),
     [
         (CHAT | {"documents": ["Ann came."]}, {}, "documents", None),
+        (ANSWERED | {"A": "Lima.", "B": "Oslo."}, {}, "A", None),
+        (ANSWERED | {"table": "x | y"}, {}, "table", "context"),
+        (CHAT | {"system": "No.", "system_prompt": "So."}, {}, "system_prompt", None),
         (CHAT | {"choices": ["a", "b"]}, {}, "choices", None),
         (CHAT | {"history": [["a", "b"]]}, {}, "history", None),
         (CHAT | {"reasoning": "Hm, hm."}, {}, "reasoning", None),
@@ -150,9 +153,8 @@ def test_a_column_of_prompt_or_response_is_read_refused_or_left_out(
     assert "cc" in str(kept["messages"]) or "context" not in columns
     assert list(kept["origin"].unused)[-2:] == ["id", "date"]
     if remedy and not columns:
-        (read,) = load_chats(path, eval_dataset=path, columns={part: remedy[2], "cot": None})[
-            "train"
-        ]
+        named = {part: remedy[2]} | {name: None for name in row if name == "cot"}
+        (read,) = load_chats(path, eval_dataset=path, columns=named)["train"]
         changed = [
             key for key in ("messages", "response", "tools") if read.get(key) != kept.get(key)
         ]

@@ -1,6 +1,7 @@
 """Tools for tests of env.tools; they run in another process, which imports this file."""
 
 import asyncio
+import os
 import re
 import threading
 import time
@@ -49,6 +50,16 @@ class Counter:
         self.inside = False
         self.seen.append(self.seen[-1] + step)
         return {"seen": self.seen[-1], "name": name}
+
+
+def fork(text: str) -> str:
+    """Return the text, in a child process too.
+
+    Args:
+        text: Any text.
+    """
+    os.fork()
+    return text
 
 
 def wait(text: str) -> str:
