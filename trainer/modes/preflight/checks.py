@@ -83,4 +83,7 @@ def check_match(task: Task, batch: TensorDictBase, findings: Findings) -> None:
         right = int(batch.get("success").sum())
         if count > 2 * right:
             text = f"{right} of {len(batch)} responses are right; {count} would be by env.match="
-            findings.say(text + match, style="yellow")
+            if right:
+                findings.say(text + match, style="yellow")
+            else:
+                findings.problem(text + match, of_responses=True)
