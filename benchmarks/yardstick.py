@@ -38,7 +38,8 @@ from benchmarks.yardstick_page import (
 )
 from policies.cache import write_text
 from policies.models.find import find_model
-from trainer.kl.frontier import FILE, Frontier, read_frontier
+from trainer.kl import FRONTIER_FILE
+from trainer.kl.frontier import Frontier, read_frontier
 from trainer.pages.chart import standalone
 from trainer.pages.frontier_chart import sample_frontier
 from trainer.runs.run_files import load_run, read_lines
@@ -84,10 +85,10 @@ def main() -> None:
             place = folder / str(seed)
             train(place, case, [*words, f"seed={seed}"], args.peer.absolute())
             judge(place, case, words)
-        if not (folder / FILE).is_file():  # all runs of leash share the start model
+        if not (folder / FRONTIER_FILE).is_file():  # all runs of leash share the start model
             first = sorted(folder.glob("*/leash/run"))[0]
             sample_frontier(first, case.frontier)
-            (first / FILE).replace(folder / FILE)
+            (first / FRONTIER_FILE).replace(folder / FRONTIER_FILE)
     report(args.folder, args.page)
 
 
@@ -205,7 +206,7 @@ def report(folder: Path, page: Path) -> None:
     frontiers: dict[str, Frontier] = {}
     for name in CASES:
         paths = sorted(folder.glob(f"{name}/*/*/record.json"))
-        samples = folder / name / FILE
+        samples = folder / name / FRONTIER_FILE
         if paths and samples.is_file() and (frontier := read_frontier(samples)):
             frontiers[name] = frontier
             runs[name] = [json.loads(path.read_text()) for path in paths]

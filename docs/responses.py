@@ -10,7 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.kl.frontier import EVAL_KL, EVAL_REWARD, FILE, Frontier, read_frontier
+from trainer.kl import FRONTIER_FILE
+from trainer.kl.frontier import EVAL_KL, EVAL_REWARD, Frontier, read_frontier
 from trainer.pages.sweep_jobs import efficiency
 from trainer.runs.discover import find_jobs
 from trainer.runs.run_files import Run, load_run, read_lines
@@ -30,7 +31,7 @@ class Point:
 def read(folder: Path, *, count: int = 3) -> list[Point]:
     """Return a point for each finished job of a sweep, by coefficient."""
     runs = [load_run(job) for job in find_jobs(folder)]
-    frontier = read_frontier(folder / FILE) if (folder / FILE).is_file() else None
+    frontier = read_frontier(folder / FRONTIER_FILE) if (folder / FRONTIER_FILE).is_file() else None
     points = [_point(run, frontier, count) for run in runs if run.state == "finished"]
     if not points:
         raise ValueError(f"expected finished runs in {folder}, found none")
