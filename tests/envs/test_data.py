@@ -148,7 +148,7 @@ README = "---\nconfigs:\n- config_name: default\n  data_files: {}\n---\n"
         (["data.jsonl", "test_cases.jsonl"], "test", ["test_cases.jsonl"]),
         (["train.jsonl", "test.jsonl"], "dev", "expected a split t.* or t.*, got 'dev'"),
         (["a.jsonl", "b.json", "_c.csv", "dataset_infos.json"], "train", ["a.jsonl", "b.json"]),
-        (["a.tsv", "README.md: ../x.jsonl"], "train", ["a.tsv"]),
+        (["a.json", "README.md: ../x.jsonl"], "train", ["a.json"]),
         (["a.jsonl", "README.md: https://example.org/x.jsonl"], "train", ["a.jsonl"]),
         (["notes.txt"], "train", "expected files .*, got none"),
     ],
