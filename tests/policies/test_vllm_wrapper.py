@@ -232,8 +232,8 @@ def test_an_engine_has_room_for_the_longest_prompt_and_its_response(tmp_path):
     """Its cache has to hold one such row, not one of all positions of the model."""
     policy = load_policy("tiny", max_prompt_tokens=40, max_new_tokens=6)
     generator = make_vllm_generator(policy, folder=tmp_path)
-    prompt = Tokens(prompt=torch.arange(40)[None])
+    prompt = Tokens(prompt=torch.arange(40)[None], padded=True, batch_size=[1])
     td = TensorDict(tokens=prompt, batch_size=[1])
-    tokens = generator.get_new_version(input_mode="tokens", inplace=False)(td)["tokens"]
+    tokens = generator.get_new_version(inplace=False)(td)["tokens"]
     assert generator.scorer.llm.llm_engine.model_config.max_model_len == 46
     assert tokens.full.shape[1] > 40
