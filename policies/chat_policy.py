@@ -206,10 +206,8 @@ class ChatPolicy(TensorDictModuleBase):
         ids, assistant, last = [], [], None
         for chat in map(visible, records):
             if chat != last:
-                last, done = (
-                    chat,
-                    self.renderer.render(chat, add_generation_prompt=add_generation_prompt),
-                )
+                last, render = chat, self.renderer.render
+                done = render(chat, add_generation_prompt=add_generation_prompt)
                 row, mask = torch.tensor(done.ids), torch.tensor(done.assistant, dtype=torch.bool)
             ids.append(row)
             assistant.append(mask)
@@ -223,10 +221,8 @@ class ChatPolicy(TensorDictModuleBase):
 
     def _generate(self, prompts: Prompts) -> TensorDictBase:
         """Return a response to each prompt: tokens, masks, log-probs, texts and histories."""
-        ids = prompts.ids
-        return self._responses(
-            prompts, self._draw(ids.tokens, ids.attention, prompts.streams.cpu())
-        )
+        ids, streams = prompts.ids, prompts.streams.cpu()  # [B, P], [B]
+        return self._responses(prompts, self._draw(ids.tokens, ids.attention, streams))
 
     def _responses(self, prompts: Prompts, sampled: Sampled) -> TensorDict:
         """Return the containers of prompts and sampled responses."""
