@@ -1,5 +1,6 @@
 """Multiple choice and several right answers: which responses earn, by every task that judges."""
 
+import contextlib
 import json
 import time
 
@@ -48,9 +49,17 @@ def test_a_choice_earns_by_its_letter_or_text_and_words_do_not(tmp_path, task, r
             assert earned(made, said) == 0, said
 
 
+def test_an_answer_is_an_option_or_the_run_ends(tmp_path):
+    for answer, letter in (("1.0", "B"), (1, "B"), ("B) Oslo", "B"), ("oslo.", None), ("AB", None)):
+        ends = pytest.raises(ValueError, match=r"row 0, answer.*env\.columns\.options=null")
+        with contextlib.nullcontext() if letter else ends:
+            made = task_of(tmp_path / "d.jsonl", Answers, answer, options=["Lima", "Oslo"])
+            assert made.rows("train")[0]["answer"] == letter
+
+
 @pytest.mark.parametrize("task", [Answers, MathWords, MathProblems])
 def test_each_of_several_right_answers_earns(tmp_path, task):
-    made = task_of(tmp_path / "d.jsonl", task, ["<think>13</think>7", "12"])
+    made = task_of(tmp_path / "d.jsonl", task, ["<think>13</think>7", "12", None])
     said = r"\boxed{{{}}}" if task is MathProblems else "{}"
     assert [earned(made, said.format(n)) for n in (7, 12, 13)] == [1, 1, 0]
 

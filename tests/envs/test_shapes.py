@@ -176,7 +176,10 @@ def test_columns_that_add_nothing_end_no_run(tmp_path, row):
     assert done["messages"] == [HI, HO]
 
 
-@pytest.mark.parametrize("columns", [{"contxt": "question"}, {"context": "id", "messages": "chat"}])
+@pytest.mark.parametrize(
+    "columns",
+    [{"contxt": "question"}, {"context": "id", "messages": "chat"}, {"contxt": None}],
+)
 def test_a_part_that_no_row_has_is_refused(tmp_path, columns):
     path = write(tmp_path / "d.jsonl", ANSWERED | {"chat": [HI, HO], "id": "a"})
     with pytest.raises(ValueError, match=rf"env\.columns\.{next(iter(columns))}="):
@@ -208,8 +211,11 @@ def test_bad_rows_are_left_out_and_counted_if_wanted(tmp_path):
         MathWords(path, eval_dataset=path, skip_bad_rows=True)
 
 
-@pytest.mark.parametrize("label", ["label", "kto_tag", "is_correct"])
-@pytest.mark.parametrize("form", [bool, int, str, float])
+YES_NO, SIGN = ["no", "yes"].__getitem__, [-1, 1].__getitem__
+
+
+@pytest.mark.parametrize("label", ["label", "kto_tag", "is_correct", "desirable"])
+@pytest.mark.parametrize("form", [bool, int, str, float, YES_NO, SIGN])
 def test_a_response_to_avoid_is_left_out_and_counted(tmp_path, label, form):
     rows = [{"prompt": f"{i}?", "completion": "Ho", label: form(i % 3 > 0)} for i in range(6)]
     rows[1][label] = None
