@@ -18,8 +18,8 @@ from conf.build import (
     make_task,
 )
 from conf.unknown_names import nearest
-from envs.data import is_file
 from envs.rewards.validate import first_fault, in_one_line
+from envs.rows import is_file
 from envs.transforms import is_kl_transform
 from policies.models.find import no_model
 from policies.optional_packages import EXTRAS, package_of

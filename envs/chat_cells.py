@@ -12,7 +12,8 @@ from itertools import chain
 from math import isfinite
 from typing import Any
 
-from envs.data import Message, Table
+from envs.data import Table
+from envs.rows import Message
 
 ROLES = {  # by the names in data
     "system": "system",

@@ -15,8 +15,9 @@ from typing import Any
 
 from envs.answers.choices import read_options, right_letter
 from envs.chat_cells import Cells, is_empty, role_and_text
-from envs.data import KINDS, LazyRows, Message, Row, Table, cell_of, is_file, load_table
+from envs.data import KINDS, Table, cell_of, load_table
 from envs.row_parts import NAMED, PARTS, UnreadColumn, find_parts, texts_of
+from envs.rows import LazyRows, Message, Row, is_file
 from envs.shapes import Shape, find_shape
 
 LABELS = ("label", "kto_tag", "is_correct", "helpfulness")  # false for a response to avoid

@@ -10,9 +10,8 @@ An error names row, column, the expected and the actual value. Small data sets a
 import json
 import logging
 import pickle
-import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,48 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from envs.data_files import KINDS, find_files, find_split, kind_of, read_files, refuse_deep_rows
+from envs.rows import LazyRows, Row, is_file
 from policies.cache import sha256_of_path
 
-Row = dict[str, Any]
-Message = dict[str, Any]  # {"role": ..., "content": ...}
-
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name or name; :subset is optional
 LOADERS = {kind: (kind[1:], {}) for kind in (".csv", ".parquet", ".json")}  # of `datasets`
 LOADERS |= {".jsonl": ("json", {}), ".tsv": ("csv", {"sep": "\t"})}
 LARGE = 32 << 20  # bytes; rows of larger data sets are made on access
-EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # of paths: my.data, x/y.txt
-
-
-class LazyRows(Sequence[Any]):
-    """A sequence of rows: make(item) for each of `items`, computed on access.
-
-    >>> LazyRows(str, range(3))[1:][0]
-    '1'
-    """
-
-    def __init__(
-        self, make: Callable[[Any], Any], items: Sequence[Any], *, listed: bool = True
-    ) -> None:
-        self.make, self.items = make, items
-        self.listed = listed  # False: checks before a run do not read all rows
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return LazyRows(self.make, self.items[index], listed=self.listed)
-        return self.make(self.items[index])
-
-
-def is_listed(rows: Sequence[Any]) -> bool:
-    """Return whether all rows may be read before a run: not generated ones."""
-    return isinstance(rows, list | tuple) or getattr(rows, "listed", False)
-
-
-def map_rows(make: Callable[[Any], Any], items: Sequence[Any]) -> Sequence[Any]:
-    """Apply `make` to each item: now if `items` is a list, else on access."""
-    return [make(item) for item in items] if isinstance(items, list) else LazyRows(make, items)
 
 
 @dataclass(frozen=True)
@@ -117,19 +80,6 @@ def cell_of(row: Row, column: str) -> Any:
         with suppress(ValueError):
             cell = json.loads(cell)
     return cell_of(cell, key) if isinstance(cell, Mapping) else None
-
-
-def is_file(dataset: str) -> bool:
-    """Return whether `dataset` names a file, existing or not, and not a hub id or a folder.
-
-    >>> is_file("my.txt"), is_file("./rows"), is_file("org/v1.1"), is_file("org/name:part.a")
-    (True, True, False, False)
-    """
-    path = Path(dataset).expanduser()
-    if path.is_dir():
-        return False
-    is_path = kind_of(path) in KINDS or not HUB_ID.fullmatch(dataset)
-    return is_path or EXTENSION.search(dataset) is not None or path.is_file()
 
 
 def load_table(dataset: str, *, split: str = "train") -> Table:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from envs.data import Row, Table, cell_of
+from envs.data import Table, cell_of
+from envs.rows import Row
 from envs.shapes import OPTIONS, Shape
 
 # Columns that may hold something else: read only as env.columns.<part>=<column>.

@@ -12,7 +12,8 @@ from itertools import islice
 from typing import Any
 
 from envs.chat_cells import ROLES
-from envs.data import Row, Table, cell_of
+from envs.data import Table, cell_of
+from envs.rows import Row
 
 REWARD = "with a reward of your own (env.rewards)"
 NAMED = "the named columns"

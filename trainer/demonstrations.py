@@ -8,7 +8,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from envs.chat_env import ChatEnv
-from envs.data import LazyRows
+from envs.rows import LazyRows
 from envs.tasks.task import Message, Row, Task, naming
 from policies.chats.containers import Masks, Tokens
 from policies.chats.pieces import OUTSIDE

@@ -18,7 +18,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
-from envs.data import is_listed
+from envs.rows import is_listed
 from envs.tasks.task import Response, Task
 from policies.protocols import Generator
 from policies.random import fold

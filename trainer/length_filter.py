@@ -14,7 +14,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from envs.data import LazyRows, is_listed
+from envs.rows import LazyRows, is_listed
 from envs.tasks.task import Row, assistant, naming
 from policies.chats.renderer import Renderer
 from policies.scorer import max_positions

@@ -11,8 +11,8 @@ from functools import cache, cached_property
 from typing import Any
 
 from envs.answers.extraction import split_thoughts, tagged
-from envs.data import LazyRows
 from envs.rewards.workers import LazyFunction, Workers
+from envs.rows import LazyRows
 from envs.tasks.task import Response, Reward, Row, Split, Task, assistant, user
 from policies.optional_packages import EXTRAS
 

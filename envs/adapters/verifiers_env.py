@@ -24,7 +24,7 @@ from typing import Any
 
 from envs.adapters.episodes import Episode, Episodes, Turn
 from envs.chat_rows import split_off
-from envs.data import LazyRows
+from envs.rows import LazyRows
 from envs.tasks.task import Message, Response, Reward, Row, assistant
 from envs.torchrl.tool_parsers import XMLBlockParser
 from policies.optional_packages import EXTRAS

@@ -7,7 +7,7 @@ from pathlib import Path
 from envs.answers.choices import chosen_letter
 from envs.answers.extraction import extract_answer
 from envs.chat_rows import load_chats
-from envs.data import map_rows
+from envs.rows import map_rows
 from envs.tasks.task import Response, Reward, Row, Split, Task
 
 SORTED_DIGITS = Path(__file__).parent / "data" / "sorted_digits_preferences.json"

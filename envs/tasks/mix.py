@@ -7,8 +7,8 @@ import random
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from envs.data import LazyRows, is_listed
 from envs.rewards.compute import compute_rewards
+from envs.rows import LazyRows, is_listed
 from envs.tasks.task import Message, Response, Reward, Row, Split, Task
 
 MOST_ROWS = 200_000

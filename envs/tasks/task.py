@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from envs.data import Message, Row
+from envs.rows import Message, Row
 
 Split = Literal["train", "eval"]
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from envs import chat_env
-from envs.data import is_file, load_table
+from envs.data import load_table
+from envs.rows import is_file
 from envs.tasks.task import Response, Reward, Task
 from envs.torchrl.chat_io import (
     MODES,

@@ -6,15 +6,13 @@ A message of role "<none>" is padding: it is never rendered, counted or parsed.
 Left out on purpose: images, and message fields beyond those below.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from tensordict import TensorClass, TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorClass, lazy_stack
 
 from policies.chats.messages import checked, columns, records_of, visible
-from policies.chats.renderer import Rendered, Renderer
-from policies.padding import pad, pad_mask
+from policies.chats.renderer import Renderer
 
 
 class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -114,7 +112,9 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         Raises RuntimeError unless `history` has one dimension less. Changes and returns this
         history unless `inplace=False`.
         """
-        return self._grow(_grown(self, history, dim, one=True), inplace)
+        from policies.torchrl.histories import grow  # a run builds whole chats
+
+        return grow(self, history, dim, one=True, inplace=inplace)
 
     def extend(self, history: "History", *, inplace: bool = True, dim: int = 0) -> "History":
         """Add the entries of `history` along `dim`: of shape [B, T], 0 adds chats, 1 messages.
@@ -122,13 +122,9 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         Raises RuntimeError unless `history` has as many dimensions. Changes and returns this
         history unless `inplace=False`.
         """
-        return self._grow(_grown(self, history, dim, one=False), inplace)
+        from policies.torchrl.histories import grow
 
-    def _grow(self, done: "History", inplace: bool) -> "History":
-        if not inplace:
-            return done
-        self.__dict__["_tensordict"] = done.__dict__["_tensordict"]
-        return self
+        return grow(self, history, dim, one=False, inplace=inplace)
 
     def apply_chat_template(
         self,
@@ -154,60 +150,20 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         Raises ValueError on a chat that the template refuses and on an assistant mask of a single
         value for a chat with responses.
         """
+        from policies.torchrl.histories import render_history  # a run renders messages
+
         if not isinstance(tokenizer, Renderer):
             tokenizer = Renderer(tokenizer, chat_template, chat_template_name)
-        if return_tensors not in (None, "pt") or padding not in (False, True, "longest"):
-            raise ValueError(f"expected None or 'pt', got {return_tensors=} and {padding=}")
-        as_dict = bool(return_dict or return_tensors or return_assistant_tokens_mask or padding)
-        ends = {"add_generation_prompt": add_generation_prompt}
-
-        def render(chat: list[dict[str, Any]]) -> Rendered:
-            # an empty mask is correct for a chat without responses
-            answered = any(message["role"] == "assistant" for message in chat)
-            need = return_assistant_tokens_mask and answered
-            return tokenizer.render(chat, **ends, require_assistant=need)
-
-        if padding:
-            td = _padded([render(chat) for chat in self.chats()], tokenizer.tokenizer)
-            return td if self.ndim == 2 else td[0]
-        if as_dict:
-            return _map(
-                self, lambda chat: _padded([render(chat)], tokenizer.tokenizer)[0], lazy_stack
-            )
-        if tokenize:
-            return _map(self, lambda chat: render(chat).ids)
-        return _map(self, lambda chat: tokenizer.text(chat, **ends))
-
-
-def _map(history: History, render: Callable[[Any], Any], stack: Callable = list) -> Any:
-    """Render the chat of a history, or its rows as a stack."""
-    if history.ndim < 2:
-        return render(history.messages())
-    return stack([_map(row, render, stack) for row in history.unbind(0)])
-
-
-def _padded(rows: list[Rendered], tokenizer: Any) -> TensorDictBase:
-    """Return rendered chats as dense tensors [B, T]."""
-    side, filler = tokenizer.padding_side, tokenizer.pad_token_id
-    return TensorDict(
-        input_ids=pad([torch.tensor(row.ids) for row in rows], filler or 0, side=side),
-        attention_mask=pad_mask([len(row.ids) for row in rows], side=side),
-        assistant_masks=pad([torch.tensor(row.assistant) for row in rows], False, side=side),
-        batch_size=[len(rows)],
-    )
-
-
-def _grown(history: History, new: History, dim: int, *, one: bool) -> History:
-    """Return the history with `new` added along `dim`, as one entry or as its entries."""
-    if not -history.ndim <= dim < history.ndim or new.ndim != history.ndim - one:
-        raise RuntimeError(f"expected dim={dim} to fit {list(history.shape)} and {list(new.shape)}")
-    dim %= history.ndim
-    if history.ndim == 1:
-        return _build([*records_of(history), *records_of(new)])
-    if dim == 0:
-        return lazy_stack([*history.unbind(0), *([new] if one else new.unbind(0))])
-    pairs = zip(history.unbind(0), new.unbind(0), strict=True)
-    return lazy_stack([_grown(a, b, dim - 1, one=one) for a, b in pairs])
+        return render_history(
+            self,
+            tokenizer,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=tokenize,
+            padding=padding,
+            return_tensors=return_tensors,
+            return_dict=return_dict,
+            return_assistant_tokens_mask=return_assistant_tokens_mask,
+        )
 
 
 def _build(records: Sequence[dict[str, Any]]) -> History:

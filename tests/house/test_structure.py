@@ -103,7 +103,9 @@ def test_the_loop_imports_no_other_room():
 # Methods of TorchRL's API on classes of the road, which import on call.
 ON_CALL = {
     "policies/chats/containers.py": {"policies.torchrl.specs", "policies.torchrl.conversions"},
-    "policies/chats/history.py": {"policies.torchrl.specs", "policies.torchrl.parsing"},
+    "policies/chats/history.py": {
+        f"policies.torchrl.{name}" for name in ("specs", "parsing", "histories")
+    },
     "envs/tools/calling.py": {"policies.torchrl.specs"},
     "envs/adapters/verifiers_env.py": {"envs.torchrl.tool_parsers"},
 }

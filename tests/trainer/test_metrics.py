@@ -13,7 +13,7 @@ from small_runs import Unjudged
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
-from envs.data import LazyRows
+from envs.rows import LazyRows
 from envs.tasks.facts import Facts
 from envs.tasks.mix import Mix
 from envs.tasks.short_answers import Answers

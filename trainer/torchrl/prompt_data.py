@@ -16,7 +16,8 @@ from tensordict import TensorClass
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from envs.data import Table, is_file, load_table
+from envs.data import Table, load_table
+from envs.rows import is_file
 
 DEFAULT_DATASET = "CarperAI/openai_summarize_tldr"
 IGNORED = -100  # label that transformers' losses ignore
