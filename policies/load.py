@@ -1,4 +1,7 @@
-"""From a model's name to a policy, and from a policy to its frozen reference."""
+"""From a model's name to a policy, and from a policy to its frozen reference and its weights.
+
+A run without an adapter loads no code of adapters.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,8 +15,8 @@ from policies.chats.renderer import Renderer
 from policies.chats.templates import find_template, require_template, with_variables
 from policies.decoding import Decoding
 from policies.limits import Limits
-from policies.models import lora as adapters
 from policies.models.find import ModelFiles, find_model, has_adapter, load_model, load_tokenizer
+from policies.models.weights import ModelWeights
 from policies.sampler import Filters
 from policies.scorer import LOCAL, Scorer
 from policies.transformers_policy import TransformersPolicy
@@ -63,7 +66,9 @@ def load_policy(
     network = load_model(files, dtype=dtype, device=device, **classes)
     files = replace(files, frozen=check_model(network))
     if lora and lora.get("r") != 0:
-        files = replace(files, without_adapter=adapters.add_adapter(network, **lora))
+        from policies.models.lora import add_adapter
+
+        files = replace(files, without_adapter=add_adapter(network, **lora))
     if gradient_checkpointing:
         compute_again(network)
     autocast = resolve_autocast(autocast, network.device)
@@ -129,9 +134,9 @@ def load_reference(
         files = find_model(name, source=getattr(policy, "source", "auto"))
         scorer = _load_scorer(files, policy)
     elif has_adapter(policy.model):
-        bare = adapters.is_zero(policy.model) and not moves
-        adapter = None if bare else adapters.freeze_copy(policy.model)
-        scorer = adapters.AdapterScorer(policy.scorer, adapter)
+        from policies.models.lora import reference_scorer
+
+        scorer = reference_scorer(policy.scorer, moves=moves)
     else:
         scorer = frozen_copy(policy.scorer)
     separate = name is not None or not has_adapter(policy.model)
@@ -149,6 +154,15 @@ def load_reference(
     )
     reference.files = files
     return reference
+
+
+def weights_of(scorer: Scorer) -> ModelWeights:
+    """Return the weights of a scorer's model, or those of its adapter if it has one."""
+    if not has_adapter(scorer.model):
+        return ModelWeights(scorer.model)
+    from policies.models.lora import TRAINED, AdapterWeights
+
+    return AdapterWeights(scorer.model, getattr(scorer, "adapter", TRAINED))
 
 
 @torch.no_grad()

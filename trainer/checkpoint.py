@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from policies.cache import flush, read_manifest, write_manifest
-from policies.models.weights import weights_of
+from policies.load import weights_of
 from policies.protocols import Policy
 from policies.scorer import placement_of
 from trainer.kl.reference import NoReference, Reference

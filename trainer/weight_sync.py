@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.models.weights import weights_of
+from policies.load import weights_of
 from policies.protocols import EngineGenerator, Generator, Policy
 from policies.scorer import placement_of
 

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from policies.cache import make_readable
 from policies.models.fast import products
 from policies.models.fast.layers import is_close
 from policies.models.find import TAKE_CHECKPOINT, check_finite, quiet, readable
+from policies.models.weights import ModelWeights, WeightStream
 from policies.optional_packages import EXTRAS
 from policies.scorer import Scorer
 
@@ -237,6 +239,15 @@ class AdapterScorer(Scorer):
             yield
 
 
+def reference_scorer(scorer: Scorer, *, moves: bool) -> AdapterScorer:
+    """Return the scorer of a reference on the policy's model: the model without its adapter.
+
+    If the adapter is not at zero any more, or the reference `moves`, with a copy of the adapter.
+    """
+    bare = is_zero(scorer.model) and not moves
+    return AdapterScorer(scorer, None if bare else freeze_copy(scorer.model))
+
+
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of the model under the adapter."""
     weights = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
@@ -311,3 +322,47 @@ def load_adapter(model: nn.Module, folder: Path, *, base: str = "") -> None:
     check_finite(path, weights, remedy=TAKE_CHECKPOINT)
     for name, weight in mine.items():
         weight.copy_(weights[name])
+
+
+class AdapterWeights(ModelWeights):
+    """The weights of an adapter; the model under it never changes."""
+
+    def __init__(self, model: Any, adapter: str | None = TRAINED) -> None:
+        super().__init__(model)
+        self.adapter = adapter
+
+    def stream(self, *, trained: bool = False, half: torch.dtype | None = None) -> WeightStream:
+        """Return the weights of the merged model, or those of the adapter if `trained`."""
+        if trained:
+            return super().stream(trained=True, half=half)
+        changed = partial(merged_weights, self.model)
+        return WeightStream(base_weights(self.model), changed=changed, model=self.model, half=half)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return the weights of the adapter, by name."""
+        return trained_weights(self.model, self.adapter)
+
+    def ordinary_model(self) -> Any:
+        """Return an ordinary model with the adapter merged."""
+        with torch.device("meta"):  # no second copy of weights that are only written
+            plain = type(self.model)(self.model.config)
+        plain.load_state_dict(dict(merged_weights(self.model)), assign=True)
+        plain.tie_weights()
+        plain.generation_config = self.model.generation_config
+        return plain
+
+    def export(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
+        """Write the merged model, and the adapter in a subfolder so as not to apply it twice."""
+        super().export(folder, tokenizer)
+        save_adapter(self.model, folder / "adapter", base=base)
+        make_readable(folder)
+
+    def save(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
+        """Write the adapter into the folder of a checkpoint."""
+        save_adapter(self.model, folder / "adapter", base=base)
+
+    def load(self, folder: Path, *, base: str = "") -> None:
+        """Read the adapter of a checkpoint or of a finished run."""
+        places = [folder / "adapter", folder / "model" / "adapter"]
+        place = next((place for place in places if place.is_dir()), places[0])
+        load_adapter(self.model, place, base=base)

@@ -114,11 +114,6 @@ def local_bytes(tensor: Tensor) -> int:
     return mine.numel() * mine.element_size()
 
 
-def full(tensor: Tensor) -> Tensor:
-    """Return a tensor with the parts of all ranks, which call this together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def trained_half(scorer: Scorer) -> torch.dtype | None:
     """Return the half-precision dtype of a scorer's weights if such weights are trained."""
     apart = {id(p) for p in scorer.critic.head.parameters()} if scorer.critic is not None else set()

@@ -1,8 +1,7 @@
-"""Save, load and name the trained weights: all of a model, or those of its adapter."""
+"""Save, load and name the weights of a model; those of an adapter are in lora.py."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,14 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from policies.cache import make_readable
-from policies.models import lora
 from policies.models.find import (
     TAKE_CHECKPOINT,
     ModelFiles,
     check_finite,
-    has_adapter,
     load_model,
     quiet,
     readable,
 )
-from policies.models.sharding import full
-from policies.scorer import Scorer
 
 
 class WeightStream:
@@ -105,8 +100,7 @@ class ModelWeights:
         """
         if trained:
             return WeightStream(self.named(), half=half)
-        base, changed = lora.base_weights(self.model), partial(lora.merged_weights, self.model)
-        return WeightStream(base, changed=changed, model=self.model, half=half)
+        return WeightStream(self.model.state_dict(), model=self.model, half=half)
 
     def export(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
         """Write an ordinary model that transformers and vLLM load without leash."""
@@ -135,48 +129,9 @@ class ModelWeights:
         _load_weights(self.model, folder)
 
 
-class AdapterWeights(ModelWeights):
-    """The weights of an adapter; the model under it never changes."""
-
-    def __init__(self, model: Any, adapter: str | None = lora.TRAINED) -> None:
-        super().__init__(model)
-        self.adapter = adapter
-
-    def named(self) -> dict[str, nn.Parameter]:
-        """Return the weights of the adapter, by name."""
-        return lora.trained_weights(self.model, self.adapter)
-
-    def ordinary_model(self) -> Any:
-        """Return an ordinary model with the adapter merged."""
-        with torch.device("meta"):  # no second copy of weights that are only written
-            plain = type(self.model)(self.model.config)
-        plain.load_state_dict(dict(lora.merged_weights(self.model)), assign=True)
-        plain.tie_weights()
-        plain.generation_config = self.model.generation_config
-        return plain
-
-    def export(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
-        """Write the merged model, and the adapter in a subfolder so as not to apply it twice."""
-        super().export(folder, tokenizer)
-        lora.save_adapter(self.model, folder / "adapter", base=base)
-        make_readable(folder)
-
-    def save(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
-        """Write the adapter into the folder of a checkpoint."""
-        lora.save_adapter(self.model, folder / "adapter", base=base)
-
-    def load(self, folder: Path, *, base: str = "") -> None:
-        """Read the adapter of a checkpoint or of a finished run."""
-        places = [folder / "adapter", folder / "model" / "adapter"]
-        place = next((place for place in places if place.is_dir()), places[0])
-        lora.load_adapter(self.model, place, base=base)
-
-
-def weights_of(scorer: Scorer) -> ModelWeights:
-    """Return the weights of a scorer's model, or those of its adapter if it has one."""
-    if not has_adapter(scorer.model):
-        return ModelWeights(scorer.model)
-    return AdapterWeights(scorer.model, getattr(scorer, "adapter", lora.TRAINED))
+def full(tensor: Tensor) -> Tensor:
+    """Return a tensor with the parts of all ranks, which call this together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """What `History` has beyond a run: histories that grow, and chats rendered as text or tensors."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch

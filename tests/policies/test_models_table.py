@@ -11,8 +11,7 @@ from models_table import adapt, differ, families, listed, measure, write_checkpo
 from runs import lines, on_two_ranks
 from sharded import far, tensors
 
-from policies.load import load_policy
-from policies.models.weights import weights_of
+from policies.load import load_policy, weights_of
 from trainer.checkpoint import save_model
 
 QUICK = ("gemma3", "glm4_moe", "granite", "phimoe", "qwen3_5_text")  # in `make test` too

@@ -5,7 +5,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from envs.transforms.kl import RetrieveKL
-from policies.models.weights import weights_of
+from policies.load import weights_of
 from policies.padding import predicted
 from policies.protocols import Policy
 from policies.scorer import LOCAL, Scorer, score_in_parts

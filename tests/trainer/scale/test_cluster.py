@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from conf.plan import plan
 from policies.decoding import GROWTH, LOGITS
+from policies.load import weights_of
 from policies.models.fast.layers import replace_layers
 from policies.models.find import find_model, load_model
-from policies.models.weights import weights_of
 from policies.scorer import Scorer
 from trainer.optimizer import make_optimizer
 from trainer.scale.dry_run.cluster import Figures, Rank, measure
