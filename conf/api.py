@@ -18,7 +18,7 @@ from conf.compose import (
     write_defaults,
 )
 from envs.rewards.trl_function import register
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.early_stopping import Stopped
 from trainer.pages.formats import leaves
 from trainer.pages.summary import resume_command

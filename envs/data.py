@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.data_files import KINDS, find_files, find_split, kind_of, read_files, refuse_deep_rows
-from policies.cache import sha256_of_path
+from policies.files import sha256_of_path
 
 Row = dict[str, Any]
 Message = dict[str, Any]  # {"role": ..., "content": ...}

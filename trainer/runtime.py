@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor, nn
 
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.early_stopping import Stopped, stop_reason
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by bytes per weight

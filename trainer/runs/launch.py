@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import yaml
 
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.early_stopping import Stopped, stop_reason
 from trainer.pages.report import write_report
 from trainer.runs.experiment_models import Compose, resolve_experiment
