@@ -36,7 +36,7 @@ from benchmarks.yardstick_page import (
     points,
     table,
 )
-from policies.cache import write_text
+from policies.files import write_text
 from policies.models.find import find_model
 from trainer.kl import FRONTIER_FILE
 from trainer.kl.frontier import Frontier, read_frontier

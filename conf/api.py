@@ -18,8 +18,7 @@ from conf.compose import (
     write_defaults,
 )
 from envs.rewards.trl_function import register
-from policies.cache import write_text
-from trainer.early_stopping import Stopped
+from policies.files import write_text
 from trainer.pages.formats import leaves
 from trainer.pages.summary import resume_command
 from trainer.runs.folders import holds_run, quoted, remove_unused, unique_folder
@@ -29,6 +28,7 @@ from trainer.runs.lock import locked
 from trainer.runs.run_files import Run, load_run
 from trainer.runs.run_log import FILE as LOG
 from trainer.runs.run_log import run_log
+from trainer.stopping import Stopped
 
 Rows = Iterable[Mapping[str, Any] | str]
 

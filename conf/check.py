@@ -23,10 +23,10 @@ from envs.rows import is_file
 from envs.transforms import is_kl_transform
 from policies.models.find import no_model
 from policies.optional_packages import EXTRAS, package_of
-from trainer.early_stopping import read_rule
 from trainer.kl.controllers import CONTROLLERS
 from trainer.kl.estimators import check_place
 from trainer.runs.run_files import PREFIX
+from trainer.stopping import read_rule
 from trainer.surrogates import SURROGATES
 
 Config = dict[str, Any]

@@ -21,7 +21,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from conf.check import check
 from conf.schema import FOLDER, TYPES, all_keys, groups
 from conf.unknown_names import missing_file, nearest
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.runs.folders import TEMPORARY, is_main_rank, quoted, unique_folder
 from trainer.runs.redact import is_secret, redact
 

@@ -176,7 +176,7 @@ def _plan(config: Section) -> Plan:
         update=keys.give(
             "trainer.Update", "algorithm", "trainer", "optimizer", objects=("objective", "lr")
         ),
-        early_stopping=keys.give("trainer.early_stopping.EarlyStopping", "trainer"),
+        early_stopping=keys.give("trainer.stopping.EarlyStopping", "trainer"),
         trainer=keys.give("trainer.Trainer", "trainer"),
     )
     check_rows(algorithm, parts.source)

@@ -14,11 +14,11 @@ from conf.plan import plan
 from envs.rewards.validate import try_reward
 from policies.chats.templates import dated
 from policies.contents import sha256_of_inputs
-from trainer.early_stopping import Stopped
 from trainer.runs.failures import record_failure
 from trainer.runs.folders import TEMPORARY
 from trainer.runs.lock import locked_by_rank
 from trainer.runs.run_log import run_log
+from trainer.stopping import Stopped
 
 
 def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float:

@@ -15,6 +15,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+from trainer.baselines import BASELINES
 from trainer.kl.controllers import CONTROLLERS
 from trainer.kl.estimators import ESTIMATORS
 from trainer.surrogates import SURROGATES
@@ -34,6 +35,7 @@ TYPES: dict[str, tuple[Any, str]] = {  # with their names in messages
 }
 TYPES |= {f"{name} | null": (t | None, f"{kind} or null") for name, (t, kind) in TYPES.items()}
 TABLES: dict[str, Collection[str]] = {  # of names; a part is one of them, or a node
+    "baselines": BASELINES,
     "KL estimators": ESTIMATORS,
     "KL controllers": CONTROLLERS,
     "surrogates": SURROGATES,

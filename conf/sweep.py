@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from conf.compose import FAULTS, checked, explain, hide_secrets, is_temporary
 from conf.modes import configure
 from conf.resume import job_config, resumed
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.runs.discover import nothing_left
 from trainer.runs.failures import print_error, say
 from trainer.runs.folders import PLAN, holds_run, is_main_rank, quoted

@@ -20,7 +20,7 @@ from typing import Any
 
 from envs.data_files import KINDS, find_files, find_split, kind_of, read_files, refuse_deep_rows
 from envs.rows import LazyRows, Row, is_file
-from policies.cache import sha256_of_path
+from policies.files import sha256_of_path
 
 LOADERS = {kind: (kind[1:], {}) for kind in (".csv", ".parquet", ".json")}  # of `datasets`
 LOADERS |= {".jsonl": ("json", {}), ".tsv": ("csv", {"sep": "\t"})}

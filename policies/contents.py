@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from policies.cache import sha256_of_path, sha256_of_texts
+from policies.files import sha256_of_path, sha256_of_texts
 
 TEXTS = (".json", ".jinja", ".txt", ".model")  # files of a model folder, without weights
 # Keys that name files and folders.

@@ -8,6 +8,8 @@ The mixer is the finaliser of SplitMix64 (Steele, Lea, Flood 2014), on wrapping 
 import torch
 from torch import Tensor
 
+from policies.precision import in_float64
+
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 _M1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _M2 = -7723592293110705685  # 0x94D049BB133111EB
@@ -36,11 +38,6 @@ def fold(*parts: int | Tensor) -> Tensor:
         value = torch.as_tensor(part, dtype=torch.int64)
         stream = mix(stream.to(value.device) + value * _GOLDEN + 1)
     return stream
-
-
-def in_float64(x: Tensor) -> Tensor:
-    """Return a tensor in float64, on the CPU where its device has none (Apple's MPS)."""
-    return (x.cpu() if x.device.type == "mps" else x).double()
 
 
 def uniforms(stream: Tensor, position: Tensor) -> Tensor:

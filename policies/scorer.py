@@ -11,10 +11,9 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from policies import layout as layouts
@@ -93,7 +92,9 @@ class Scorer(nn.Module):
                 f"{type(model).__name__}; derive the class from PreTrainedModel"
             )
         self.model, self.autocast = model, autocast
-        self.critic: Critic | None = None  # computes values in the same forward
+        self.critic: Any = (
+            None  # a policies.critic.Critic, which computes values in the same forward
+        )
         self.temperature_factor = 1.0  # of a teacher: its logits are divided by this as well
         self.share_prompts = share_prompts and layouts.takes_masks(model.config)
 
@@ -353,75 +354,3 @@ def score_in_parts(
             done.append(part if isinstance(part, Tensor) else part.log_probs)
     order = torch.tensor([row for rows in parts for row in rows], device=tokens.device)
     return torch.cat(done)[order.argsort()]
-
-
-class Critic(nn.Module):
-    """A linear layer on hidden states; its weights start at 0.
-
-    kind="head" uses the hidden states of the policy; `detach` stops the critic's gradient there.
-    kind="separate" uses the hidden states of a copy of the policy's body; the copy is trained too.
-    `lr_scale`: factor of the learning rate; the first `warmup` iterations train only the critic.
-    """
-
-    def __init__(
-        self,
-        scorer: Scorer,
-        *,
-        kind: Literal["head", "separate"] = "head",
-        detach: bool = False,
-        lr_scale: float = 1.0,
-        warmup: int = 0,
-    ) -> None:
-        super().__init__()
-        if kind == "separate" and detach:
-            raise ValueError("a separate critic trains its body: expected detach=False, got True")
-        body: Any = body_of(scorer.model)
-        self.body = None
-        if kind == "separate":
-            # The copy shares frozen weights (LoRA) with the policy.
-            frozen = {id(p): p for p in body.parameters() if not p.requires_grad}
-            self.body = Scorer(scorer.placement.copy(body, frozen), autocast=scorer.autocast)
-        self.detach, self.lr_scale, self.warmup = detach, lr_scale, warmup
-        weight = next(body.parameters())
-        dtype = weight.dtype if weight.dtype.itemsize >= 4 else torch.float32
-        width = scorer.model.config.get_text_config().hidden_size
-        self.head = nn.Linear(width, 1, device=weight.device, dtype=dtype)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-
-    def forward(self, layout: layouts.Layout, states: Tensor | None) -> Tensor:
-        """Return the values [K] of the kept tokens; states [K, H]: the policy's."""
-        if self.body is not None:
-            states = self.body.hidden(layout)
-        assert states is not None
-        states = states.detach() if self.detach else states
-        return self.head(states.to(self.head.weight.dtype)).squeeze(-1).float()
-
-
-class ValueNetwork(nn.Module):
-    """Write "state_value" [B, T]: the critic's value before each token.
-
-    `critic`: arguments of a new `Critic`, if the policy has none. Reads tokens.full,
-    masks.all_attention_mask and "loss_mask", the tokens with a value (default: all).
-
-    >>> from tensordict import TensorDict
-    >>> from policies.load import load_policy
-    >>> td = TensorDict({("tokens", "full"): torch.tensor([[5, 6, 7]])}, [1])
-    >>> td["masks", "all_attention_mask"] = torch.ones(1, 3, dtype=torch.bool)
-    >>> ValueNetwork(load_policy("tiny"), kind="separate")(td)["state_value"].tolist()
-    [[0.0, 0.0, 0.0]]
-    """
-
-    def __init__(self, policy: Any, **critic: Any) -> None:
-        super().__init__()
-        self.scorer: Scorer = policy.scorer
-        if self.scorer.critic is None:
-            self.scorer.critic = Critic(self.scorer, **critic)
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return the tensordict with its values."""
-        attention = tensordict.get(("masks", "all_attention_mask"))
-        keep = tensordict.get("loss_mask", attention)
-        ids, group = tensordict.get(("tokens", "full")), tensordict.get("group_id", None)
-        value = self.scorer.values(ids, attention, keep, group_id=group)
-        return tensordict.set("state_value", value)

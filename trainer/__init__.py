@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from trainer.checkpoint import Checkpoints as Checkpoints
     from trainer.demonstrations import Demonstrations as Demonstrations
     from trainer.demonstrations import ReferenceLogProbs as ReferenceLogProbs
-    from trainer.early_stopping import Stopped as Stopped
     from trainer.evaluation import Evaluate as Evaluate
     from trainer.gae import GAEAdvantage as GAEAdvantage
     from trainer.importance_sampling import ImportanceSampling as ImportanceSampling
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from trainer.sources import DynamicRollouts as DynamicRollouts
     from trainer.sources import OverlongPenalty as OverlongPenalty
     from trainer.sources import Rollouts as Rollouts
+    from trainer.stopping import Stopped as Stopped
     from trainer.torchrl.collector import LLMCollector as LLMCollector
     from trainer.torchrl.gae_module import GAE as GAE
     from trainer.torchrl.loss_modules import DAPO as DAPO

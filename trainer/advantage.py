@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.layout import groups
-from policies.random import in_float64
+from policies.precision import in_float64
 from trainer.baselines import STD_FLOOR, group_advantage, group_mean, spread
 from trainer.batch import batch_keys
 from trainer.kl.leash import Leash

@@ -1,11 +1,18 @@
-"""Group baselines and scales of rewards: pure functions of totals [P, G], G responses a prompt."""
+"""Group baselines and scales of rewards: pure functions of totals [P, G], G responses a prompt.
+
+To add a baseline, add a row to BASELINES: the key algorithm.baseline and the tests read it.
+Torch-free.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from policies.precision import in_float64
 
-from policies.random import in_float64
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STD_FLOOR = 1e-4
 
@@ -13,6 +20,7 @@ STD_FLOOR = 1e-4
 def standardise(values: Tensor, *, floor: float = STD_FLOOR) -> Tensor:
     """Return (x - mean) / (unbiased std + floor) over the last dimension.
 
+    >>> import torch
     >>> standardise(torch.tensor([1.0, 3.0]), floor=0.0).tolist()
     [-0.7071067690849304, 0.7071067690849304]
     """
@@ -22,7 +30,7 @@ def standardise(values: Tensor, *, floor: float = STD_FLOOR) -> Tensor:
 
 def spread(values: Tensor, mask: Tensor | None = None, *, floor: float = STD_FLOOR) -> Tensor:
     """Return unbiased std + floor of masked values, [..., G] -> [..., 1]; one value gives floor."""
-    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    mask = values.new_ones(values.shape).bool() if mask is None else mask  # [..., G]
     squares = (values - group_mean(values, mask)).square() * mask
     others = (mask.sum(-1, keepdim=True) - 1).clamp(min=1)
     return (squares.sum(-1, keepdim=True) / others).sqrt() + floor
@@ -34,6 +42,7 @@ def group_mean(total: Tensor, mask: Tensor) -> Tensor:
     Computed in float64, so that the mean of equal float32 values is exactly this value: otherwise
     a rounding error, divided by the floor of the spread, becomes a full step of Adam.
 
+    >>> import torch
     >>> group_mean(torch.full((1, 8), 0.7), torch.ones(1, 8, dtype=torch.bool))[0, 0].item() == (
     ...     torch.tensor(0.7).item()
     ... )
@@ -50,19 +59,26 @@ def leave_one_out(total: Tensor, mask: Tensor) -> Tensor:
 
     RLOO, Ahmadian et al. 2024 (arXiv 2402.14740) section 2.3.
 
+    >>> import torch
     >>> leave_one_out(torch.tensor([[1.0, 2.0, 6.0]]), torch.tensor([[True, True, True]])).tolist()
     [[4.0, 3.5, 1.5]]
     """
     others = mask.sum(-1, keepdim=True) - mask.int()
     exact = in_float64(total * mask)  # float64 as in group_mean
     mean = (exact.sum(-1, keepdim=True) - exact) / others.clamp(min=1).to(exact.device)
-    return torch.where(others > 0, mean.to(total), total)
+    return mean.to(total).where(others > 0, total)
 
 
-BASELINES = {  # functions of totals and row mask, [P, G] in and out
+def no_baseline(total: Tensor, mask: Tensor) -> Tensor:
+    """Return zeros, [P, G]: REINFORCE++ compares no rows of a group."""
+    return total.new_zeros(total.shape)
+
+
+Baseline = Callable[["Tensor", "Tensor"], "Tensor"]
+BASELINES: dict[str, Baseline] = {  # functions of totals and row mask, [P, G] in and out
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
-    "none": lambda total, mask: torch.zeros_like(total),
+    "none": no_baseline,
 }
 
 
@@ -88,6 +104,7 @@ def group_advantage(
     same. So a token gets no credit for earlier rewards, and the advantage of the first token is the
     same as with "trajectory".
 
+    >>> import torch
     >>> reward = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     >>> mask = torch.ones(2, 2, dtype=torch.bool)
     >>> group_advantage(reward, 0 * reward, mask, 2, scale=None).tolist()

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from policies.cache import flush, read_manifest, write_manifest
+from policies.files import flush, read_manifest, write_manifest
 from policies.load import weights_of
 from policies.protocols import Policy
 from policies.scorer import placement_of

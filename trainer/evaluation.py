@@ -189,7 +189,7 @@ class Evaluate:
         for fraction, part in self._parts(size):
             on_fraction(fraction)
             if kind != "after":  # a trained run finishes its last evaluation
-                self.runtime.check_stop()  # equally often on every rank, even without rows
+                self.runtime.stops.check()  # equally often on every rank, even without rows
             if part:
                 batch: TensorDictBase = collect(self._prompts(part), env, generator, learn=False)
                 if name == "sampled":

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.layout import groups
-from policies.random import in_float64
+from policies.precision import in_float64
 from trainer.batch import LEASHES
 from trainer.kl.estimators import k3
 from trainer.runtime import Runtime

@@ -1,4 +1,4 @@
-"""Ranks of a run: Accelerate, reductions, the run folder, status.json and stop signals.
+"""Ranks of a run: Accelerate, reductions, the run folder and status.json.
 
 One Runtime per process. Only rank 0 writes; the launcher stores error messages.
 """
@@ -7,10 +7,9 @@ import json
 import os
 import re
 import resource
-import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor, nn
 
-from policies.cache import write_text
-from trainer.early_stopping import Stopped, stop_reason
+from policies.files import write_text
+from trainer.stopping import Stopped, StopSignals
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by bytes per weight
 TIMEOUT = 7200.0  # seconds
@@ -37,8 +36,8 @@ class Runtime:
     """Start the ranks of a run and keep its status.json current.
 
     A context manager: a normal exit writes "finished", `Stopped` "preempted", another error
-    "failed". A stop signal raises `Stopped` at `check_stop`, within `stoppable` blocks, and during
-    the set-up. `timeout`: seconds that a rank waits for another, who may write a checkpoint.
+    "failed". `stops` has the stop signals. `timeout`: seconds that a rank waits for another, who
+    may write a checkpoint.
     """
 
     def __init__(
@@ -71,14 +70,7 @@ class Runtime:
         self.seed = seed
         self.status: dict[str, Any] = {"state": "running", "reason": None, "objective": None}
         self.started = time.monotonic()
-        self.stop_signal: int | None = None
-        self.on_stop: Callable[[], None] = lambda: None  # called in the signal handler
-        self.stop_immediately = False  # a stop signal raises in its handler
-        self.handlers: dict[signal.Signals, Any] = {}  # replaced ones, by signal
-        parent = os.environ.get("LEASH_PARENT")
-        if parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
-            parent = os.getppid()
-        self.parent = int(parent) if parent else None  # the launcher; the run stops without it
+        self.stops = StopSignals(self.ranks, self.all_reduce_max, at_second=self._write_preempted)
         self._written = 0.0  # when status.json was written last
         torch.manual_seed(seed)
 
@@ -160,29 +152,6 @@ class Runtime:
         each = size // self.ranks
         return slice(self.rank * each, (self.rank + 1) * each)
 
-    def check_stop(self) -> None:
-        """Raise Stopped on all ranks together if one got a signal or the parent is gone."""
-        orphan = self.parent not in (None, os.getppid())  # the parent was killed
-        stops = {"signal": float(self.stop_signal or 0), "orphan": float(orphan)}
-        stops = self.all_reduce_max(stops)
-        if stops["signal"]:
-            raise Stopped(stop_reason(int(stops["signal"])))
-        if stops["orphan"]:
-            raise Stopped("the process that started the run is gone")
-
-    @contextmanager
-    def stoppable(self) -> Iterator[None]:
-        """Let a stop signal interrupt the block, in which nothing must be finished or undone.
-
-        Several ranks can only stop together: at its start and at calls of `check_stop`.
-        """
-        self.stop_immediately = self.ranks == 1
-        try:
-            self.check_stop()
-            yield
-        finally:
-            self.stop_immediately = False
-
     def set_phase(self, phase: str, fraction: float | None = None) -> None:
         """Write the current phase and the fraction done to status.json."""
         if not self._written:  # not entered: there is no status.json
@@ -205,25 +174,19 @@ class Runtime:
 
     def __enter__(self) -> "Runtime":
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in (signal.SIGINT, signal.SIGTERM):
-            self.handlers[name] = signal.signal(name, self._on_signal)
+        self.stops.install()
         self.write_status()
-        self.stop_immediately = self.ranks == 1
+        self.stops.immediately = self.ranks == 1
         return self
 
-    def _on_signal(self, number: int, _: Any) -> None:
-        if self.stop_signal is not None:  # second signal: exit immediately
-            if self.status["state"] == "running":
-                with suppress(OSError):
-                    self.write_status(state="preempted", reason=stop_reason(self.stop_signal))
-            os._exit(128 + number)
-        self.stop_signal = number
-        self.on_stop()
-        if self.stop_immediately:
-            raise Stopped(stop_reason(number))
+    def _write_preempted(self, reason: str) -> None:
+        """Write the end of a run that a second signal kills."""
+        if self.status["state"] == "running":
+            with suppress(OSError):
+                self.write_status(state="preempted", reason=reason)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.stop_immediately = False
+        self.stops.immediately = False
         if error is None:
             self.write_status(state="finished", reason=None)
         elif isinstance(error, Stopped):
@@ -231,8 +194,7 @@ class Runtime:
         else:
             with suppress(OSError):  # the disk may be full
                 self.write_status(state="failed")
-        for name, handler in self.handlers.items():  # last: after the status is written
-            signal.signal(name, handler)
+        self.stops.restore()  # last: after the status is written
 
 
 def check_gpus(count: int) -> None:

@@ -31,14 +31,14 @@ from trainer.batch import (
     check_written,
 )
 from trainer.checkpoint import Checkpoints, remove, save_model
-from trainer.early_stopping import EarlyStopping, sweep_metric
 from trainer.evaluation import Evaluate
 from trainer.kl.reference import NoReference, Reference
 from trainer.metrics import summarize
 from trainer.observer import Observer
 from trainer.resuming import Progress, restore_run
-from trainer.runtime import Runtime, Stopped, check_agreement, peak_memory, recorder
+from trainer.runtime import Runtime, check_agreement, peak_memory, recorder
 from trainer.speed import Clock, count_tokens, speeds
+from trainer.stopping import EarlyStopping, Stopped, sweep_metric
 from trainer.transcripts import transcripts
 from trainer.update import Update
 from trainer.weight_sync import SyncResult, push_weights, weight_sync
@@ -77,7 +77,7 @@ class Trainer:
             restore_run(self)
         self.last_sync = push_weights(self.policy, self.generator)  # resume loads only the policy
         gc.freeze()  # garbage collection skips the objects of the set-up
-        self.runtime.on_stop = self.observers.stopping
+        self.runtime.stops.on_stop = self.observers.stopping
         about = {"iteration": self.progress.iteration, "inputs": self.inputs}
         self.runtime.write_status(**about)  # the parent sees the start
         try:
@@ -127,15 +127,15 @@ class Trainer:
         states = self._states()
         try:
             self.runtime.set_phase("collect")
-            with self.runtime.stoppable():
+            with self.runtime.stops.stoppable():
                 batch = self.source(i)
                 check_written(batch, SOURCE_WRITES, self.source)
                 clock.lap("collect")
-                self.runtime.check_stop()
+                self.runtime.stops.check()
                 self.runtime.set_phase("score")
                 batch = self.score(batch)
                 clock.lap("score")
-                self.runtime.check_stop()
+                self.runtime.stops.check()
         except Stopped:  # the resumed run repeats this iteration
             self._save(states)
             raise
@@ -212,7 +212,7 @@ class Trainer:
 
         try:
             # The evaluation after training cannot be stopped.
-            with nullcontext() if kind == "after" else self.runtime.stoppable():
+            with nullcontext() if kind == "after" else self.runtime.stops.stoppable():
                 scores, records = self.evaluate(iteration, kind=kind, on_progress=on_progress)
         except Stopped:  # training of this iteration is done, its evaluation is not
             if iteration:

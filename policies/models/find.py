@@ -21,8 +21,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from policies.cache import build_once, cache_dir, save_on_any_rank, sha256_file, sha256_of_path
+from policies.cache import build_once, cache_dir, save_on_any_rank
 from policies.contents import ADAPTER, TEXTS, content_key
+from policies.files import sha256_file, sha256_of_path
 from policies.models.tiny import build_tiny
 from policies.optional_packages import EXTRAS
 

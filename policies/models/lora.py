@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from policies.cache import make_readable
+from policies.files import make_readable
 from policies.models.fast import products
 from policies.models.fast.layers import is_close
 from policies.models.find import TAKE_CHECKPOINT, check_finite, quiet, readable

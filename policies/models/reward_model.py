@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, GPT2Config, GPT2Model
 
-from policies.cache import make_readable
 from policies.chats.renderer import Renderer
 from policies.chats.templates import require_template
+from policies.files import make_readable
 from policies.layout import pack_rows
 from policies.load import load_policy
 from policies.models.find import REWARD_WEIGHTS as WEIGHTS

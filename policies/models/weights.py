@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from policies.cache import make_readable
+from policies.files import make_readable
 from policies.models.find import (
     TAKE_CHECKPOINT,
     ModelFiles,

@@ -18,11 +18,11 @@ from envs.transforms import Transform
 from policies.chats.templates import read_template
 from policies.contents import sha256_of_inputs
 from policies.models.find import find_model, load_tokenizer
-from trainer.early_stopping import Stopped
 from trainer.objectives import GRPOObjective
 from trainer.observer import Observer
 from trainer.runs.launch import prepare
 from trainer.runs.run_files import load_run
+from trainer.stopping import Stopped
 
 
 class Counted:

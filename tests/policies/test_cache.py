@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from runs import ROOT
 
-from policies.cache import build_once, read_manifest
+from policies.cache import build_once
+from policies.files import read_manifest
 
 
 def two_files(folder: Path) -> None:

@@ -20,11 +20,11 @@ from small_runs import IN_ITERATION_4, Counted, crash, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.transforms.kl import RetrieveKL
+from policies.critic import Critic
 from policies.load import load_policy, load_reference, weights_of
 from policies.models import lora
 from policies.models.find import quiet
 from policies.models.reward_model import load_reward_model
-from policies.scorer import Critic
 from trainer.checkpoint import Checkpoints, save_model
 from trainer.kl.reference import Reference
 from trainer.optimizer import make_optimizer

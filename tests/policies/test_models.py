@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
 
 from policies import Tokens
-from policies.cache import read_manifest
+from policies.files import read_manifest
 from policies.load import load_policy
 from policies.models.fast import products
 from policies.models.fast.attention import NAME

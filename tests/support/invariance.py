@@ -21,10 +21,10 @@ from conf.compose import compose_checked, set_up
 from conf.plan import Plan, plan
 from envs.chat_env import ChatEnv
 from envs.transforms.kl import RetrieveKL
+from policies.critic import Critic
 from policies.layout import groups
 from policies.load import load_policy, load_reference
 from policies.models.reward_model import load_reward_model
-from policies.scorer import Critic
 from policies.torchrl.transformers_wrapper import TransformersWrapper
 from trainer.runtime import Runtime
 from trainer.scale import shards

@@ -380,7 +380,7 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("the reference has the adapter", WITHOUT_ADAPTER, "policies.models.lora:using"),
     ("GAE over tool tokens", agrees_with_the_paper, GAE),
     ("a limit goes on", agrees_with_the_paper, GAE),
-    ("values of the next token", PLAIN_VALUES, "policies.scorer:Critic.forward"),
+    ("values of the next token", PLAIN_VALUES, "policies.critic:Critic.forward"),
     ("a token's ratio in GSPO", PAPER["gspo"], f"{OBJECTIVES}:RATIOS"),
     ("own reward in the baseline", PAPER["rloo"], f"{BASELINES}:BASELINES"),
     ("dropped rows in the baseline", LEFT_ONE_OUT, f"{BASELINES}:BASELINES"),

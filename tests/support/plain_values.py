@@ -4,7 +4,7 @@ import torch
 from contracts import close, make_policy, rollout
 from torch import Tensor
 
-from policies.scorer import Critic
+from policies.critic import Critic
 
 
 def plain_values(policy, ids: Tensor) -> Tensor:

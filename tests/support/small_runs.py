@@ -14,7 +14,6 @@ from envs.tasks.task import Response, Reward
 from policies.load import load_reference
 from trainer.advantage import GroupAdvantage
 from trainer.checkpoint import Checkpoints
-from trainer.early_stopping import EarlyStopping
 from trainer.evaluation import Evaluate
 from trainer.kl.controllers import ConstantKLController, KLControllerBase
 from trainer.kl.leash import Leash
@@ -25,8 +24,9 @@ from trainer.optimizer import make_optimizer
 from trainer.pages.display import Display
 from trainer.pages.live import LiveReport
 from trainer.pages.trackers.jsonl import JsonlTracker
-from trainer.runtime import Runtime, Stopped
+from trainer.runtime import Runtime
 from trainer.sources import Rollouts
+from trainer.stopping import EarlyStopping, Stopped
 from trainer.trainer import Trainer
 from trainer.update import Update
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from trainer.advantage import BetaAdvantage, GroupAdvantage
-from trainer.baselines import group_advantage, spread, standardise
+from trainer.baselines import BASELINES, group_advantage, spread, standardise
 
 
 @given(
@@ -51,7 +51,7 @@ def leaves_the_baseline(baseline: str) -> None:
     torch.testing.assert_close(made(td)["advantage"].squeeze(-1), want)
 
 
-@pytest.mark.parametrize("baseline", LEFT)
+@pytest.mark.parametrize("baseline", BASELINES)
 def test_a_row_that_left_the_loss_enters_neither_baseline_nor_scale(baseline):
     leaves_the_baseline(baseline)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from contracts import make_policy
 
-from policies.cache import write_manifest
+from policies.files import write_manifest
 from trainer.checkpoint import FORMAT, Checkpoints
 from trainer.optimizer import make_optimizer
 from trainer.runtime import Runtime

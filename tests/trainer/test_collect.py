@@ -18,9 +18,9 @@ from uneven_chats import FEW_SHOT, Uneven, start
 import envs
 import trainer
 from envs.chat_env import ChatEnv
+from policies.critic import Critic
 from policies.load import load_reference
 from policies.random import fold
-from policies.scorer import Critic
 from trainer.batch import KEYS
 from trainer.collect import collect
 from trainer.demonstrations import Demonstrations

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from envs.transforms.kl import RetrieveKL
 from policies import TransformersWrapper, ValueNetwork, load_policy
-from policies.scorer import Critic
+from policies.critic import Critic
 from trainer import (
     GAE,
     Checkpoints,

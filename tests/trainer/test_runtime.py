@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from refusals import refusal
 
-from trainer.runtime import Runtime, Stopped
+from trainer.runtime import Runtime
+from trainer.stopping import Stopped
 
 
 def status(folder: Path) -> dict:
@@ -37,9 +38,9 @@ def test_a_signal_stops_at_the_next_border(tmp_path, number, name):
     before, steps = signal.getsignal(number), []
 
     def loop(runtime: Runtime) -> None:
-        runtime.on_stop = lambda: steps.append("told")
+        runtime.stops.on_stop = lambda: steps.append("told")
         for i in range(5):
-            with runtime.stoppable():
+            with runtime.stops.stoppable():
                 steps.append(i)
             if i == 1:
                 os.kill(os.getpid(), number)
@@ -58,7 +59,7 @@ def interrupted() -> None:
     raise AssertionError("went on")
 
 
-@pytest.mark.parametrize("place", [nullcontext, Runtime.stoppable])
+@pytest.mark.parametrize("place", [nullcontext, lambda runtime: runtime.stops.stoppable()])
 def test_a_signal_ends_the_set_up_and_stoppable_blocks_at_once(tmp_path, place):
     with pytest.raises(Stopped, match="Ctrl-C"), Runtime(tmp_path) as runtime, place(runtime):
         interrupted()
@@ -68,7 +69,7 @@ def test_a_signal_ends_the_set_up_and_stoppable_blocks_at_once(tmp_path, place):
 def test_a_second_signal_ends_the_process_at_once_with_a_true_status(tmp_path, monkeypatch):
     codes: list[int] = []
     with Runtime(tmp_path) as runtime:
-        with runtime.stoppable():
+        with runtime.stops.stoppable():
             pass
         leave = lambda code: codes.append((code, status(tmp_path)["reason"]))  # noqa: E731
         monkeypatch.setattr("trainer.runtime.os._exit", leave)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from policies.scorer import Scorer
 from policies.transformers_policy import TransformersPolicy
-from trainer.early_stopping import EarlyStopping
 from trainer.evaluation import Evaluate
 from trainer.kl.controllers import BudgetKLController
 from trainer.objectives import PPOObjective
@@ -24,6 +23,7 @@ from trainer.runs.discover import nothing_left
 from trainer.runs.run_files import load_run, read_status
 from trainer.scale.overlap import Overlap
 from trainer.sources import Rollouts
+from trainer.stopping import EarlyStopping
 from trainer.trainer import Trainer
 
 

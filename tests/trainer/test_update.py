@@ -25,8 +25,8 @@ from torch import Tensor
 
 from envs.chat_env import ChatEnv
 from envs.transforms.kl import RetrieveKL
+from policies.critic import Critic
 from policies.load import load_policy, load_reference
-from policies.scorer import Critic
 from trainer.advantage import GroupAdvantage
 from trainer.demonstrations import Demonstrations
 from trainer.kl.controllers import ConstantKLController

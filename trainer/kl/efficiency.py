@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tensordict import TensorDictBase
 
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.kl.frontier import ACCURACY, EVAL_KL, Frontier, efficiency_error, read_frontier
 from trainer.kl.split import split
 from trainer.metrics import scores_by_row

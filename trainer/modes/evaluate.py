@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDictBase
 
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.modes.run_weights import reference_name, take_weights
 from trainer.trainer import Trainer
 

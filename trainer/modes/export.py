@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.checkpoint import remove, save_model
 from trainer.modes.evaluate import table_rows
 from trainer.modes.run_weights import Weights, take_weights

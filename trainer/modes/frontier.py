@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.evaluation import sample
 from trainer.kl import FRONTIER_FILE
 from trainer.trainer import Trainer

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.pages.frontier_chart import sample_frontier
 from trainer.pages.report import run_svg, write_report
 from trainer.pages.sweep_page import sweep_svg, write_comparison, write_sweep

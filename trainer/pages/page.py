@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.pages.chart import CSS, line_style
 from trainer.pages.formats import duration, nats, short
 

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.kl.frontier import ACCURACY, EVAL_REWARD, Frontier
 from trainer.pages.chart import Series, line_chart, standalone
 from trainer.pages.formats import duration

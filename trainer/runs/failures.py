@@ -12,7 +12,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.runs.folders import TEMPORARY, is_main_rank
 from trainer.runs.redact import redact_text
 from trainer.runs.run_files import read_status

@@ -22,8 +22,7 @@ from typing import Any
 import psutil
 import yaml
 
-from policies.cache import write_text
-from trainer.early_stopping import Stopped, stop_reason
+from policies.files import write_text
 from trainer.pages.report import write_report
 from trainer.runs.experiment_models import Compose, resolve_experiment
 from trainer.runs.failures import (
@@ -39,6 +38,7 @@ from trainer.runs.folders import SCRIPT, remove_run
 from trainer.runs.lock import RANK0, lock_folder, locked
 from trainer.runs.run_files import load_run, read_status
 from trainer.runs.run_log import TERMINAL, run_log
+from trainer.stopping import Stopped, stop_reason
 
 # Variables that ranks do not inherit: those of an outer launcher, and PYTHONOPTIMIZE, which removes
 # the docstrings that transformers reads.

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.runs.lock import is_free
 
 ITERATION = "progress/iteration"

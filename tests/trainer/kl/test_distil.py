@@ -10,7 +10,7 @@ from runs import lines as read_lines
 from conf.build import make_task
 from envs.tasks.task import Response
 from trainer.checkpoint import save_model
-from trainer.early_stopping import EarlyStopping
+from trainer.stopping import EarlyStopping
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from steps import Record, kept_log_probs, make_update
 from tensordict import TensorDict
 from torch import Tensor
 
-from policies.scorer import Critic, Scores
+from policies.critic import Critic
+from policies.scorer import Scores
 from trainer.advantage import GroupAdvantage
 from trainer.kl.controllers import ConstantKLController, TargetKLController
 from trainer.kl.estimators import ESTIMATORS, PLACES

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 import train
 from conf.compose import compose_checked, compose_experiment
-from policies.cache import write_manifest
+from policies.files import write_manifest
 from policies.load import load_reference
 from policies.models.find import find_model
 from trainer.checkpoint import FORMAT

@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
 
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.pages.formats import leaves
 from trainer.pages.trackers.mirror import Mirror
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from policies.cache import write_text
+from policies.files import write_text
 from trainer.pages.trackers.jsonl import JsonlTracker, finite, lines_of
 from trainer.runs.experiment_models import IRRELEVANT
 from trainer.runs.failures import say

@@ -1,12 +1,14 @@
-"""Early ends of a run: a stop signal, a metric at its target, or no more improvement.
+"""Early ends of a run: Ctrl-C and SIGTERM, a metric at its target, or no more improvement.
 
-Imports no torch: the parent process uses it too.
+After a stop signal `Trainer` saves where it catches `Stopped`; the launcher passes signals on to
+the ranks (trainer/runs/launch.py). Imports no torch: the parent process uses it too.
 """
 
 import math
+import os
 import signal
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,73 @@ def stop_reason(number: int) -> str:
     ('stopped by Ctrl-C', 'stopped by SIGTERM')
     """
     return f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}"
+
+
+class StopSignals:
+    """Turn SIGINT, SIGTERM and the loss of the launcher into `Stopped`, on all ranks together.
+
+    A signal raises at `check`, and at once within `stoppable` and during the set-up of one rank. A
+    second signal calls `at_second(reason)` and exits. `all_reduce_max`: see Runtime.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        all_reduce_max: Callable[[dict[str, float]], dict[str, float]],
+        *,
+        at_second: Callable[[str], None],
+    ) -> None:
+        self.ranks, self.all_reduce_max, self.at_second = ranks, all_reduce_max, at_second
+        self.first: int | None = None  # number of the first signal
+        self.on_stop: Callable[[], None] = lambda: None  # called in the signal handler
+        self.immediately = False  # a stop signal raises in its handler
+        self.handlers: dict[signal.Signals, Any] = {}  # replaced ones, by signal
+        parent = os.environ.get("LEASH_PARENT")
+        if parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
+            parent = os.getppid()
+        self.parent = int(parent) if parent else None  # the launcher; the run stops without it
+
+    def install(self) -> None:
+        """Replace the handlers of both signals."""
+        for name in (signal.SIGINT, signal.SIGTERM):
+            self.handlers[name] = signal.signal(name, self._on_signal)
+
+    def restore(self) -> None:
+        """Bring back the handlers that `install` replaced."""
+        for name, handler in self.handlers.items():
+            signal.signal(name, handler)
+
+    def check(self) -> None:
+        """Raise Stopped on all ranks together if one got a signal or the parent is gone."""
+        orphan = self.parent not in (None, os.getppid())  # the parent was killed
+        stops = {"signal": float(self.first or 0), "orphan": float(orphan)}
+        stops = self.all_reduce_max(stops)
+        if stops["signal"]:
+            raise Stopped(stop_reason(int(stops["signal"])))
+        if stops["orphan"]:
+            raise Stopped("the process that started the run is gone")
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Let a stop signal interrupt the block, in which nothing must be finished or undone.
+
+        Several ranks can only stop together: at its start and at calls of `check`.
+        """
+        self.immediately = self.ranks == 1
+        try:
+            self.check()
+            yield
+        finally:
+            self.immediately = False
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        if self.first is not None:  # second signal: exit immediately
+            self.at_second(stop_reason(self.first))
+            os._exit(128 + number)
+        self.first = number
+        self.on_stop()
+        if self.immediately:
+            raise Stopped(stop_reason(number))
 
 
 def read_rule(text: str) -> tuple[str, float]:
