@@ -19,6 +19,7 @@ import policies
 import trainer
 from envs.tasks.task import rewards_anything
 from trainer.kl.controllers import CONTROLLERS, KLControllerBase
+from trainer.kl.estimators import find_estimator
 
 # Keys of env that a task may take.
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split", "skip_bad_rows", "match")
@@ -173,55 +174,45 @@ def facts_of(config: Section) -> dict[str, int]:
     return {"total": settings["num_iterations"], "responses": responses}
 
 
-def make_leash(config: Section) -> Any:
-    """Build the leash, which charges the KL, from `kl.*` and `teacher.*`; imports torch."""
-    teacher = _make_leash(config, "teacher", name="teacher") if has_teacher(config) else None
-    return _make_leash(config, "kl", name="ref", teacher=teacher)
+def make_leash(keys: Any, section: str, *, charges: bool = True, teacher: Any = None) -> Any:
+    """Build the leash of `kl` or `teacher` from the keys of conf/plan.py; imports torch.
 
-
-def _make_leash(config: Section, section: str, **more: Any) -> Any:
-    kl = config[section]
-    controller = make_controller(kl, section, **facts_of(config))
-    estimator = kl["estimator"]
-    options = {name: kl[name] for name in ("where", "allow_biased", "jsd_weight", "cap")}
-    options["estimator"] = build(estimator) if isinstance(estimator, Mapping) else estimator
-    return build({"_target_": "trainer.Leash"}, controller=controller, **options, **more)
-
-
-def make_source(
-    cfg: DictConfig, part: Callable[..., Any], after_rollout: dict[str, Any], **objects: Any
-) -> Any:
-    """Build the source of batches; a training run with trainer.overlap > 0 samples ahead."""
-    source = part(after_rollout=[*after_rollout.values()], **objects)
-    if not cfg.trainer.overlap or cfg.mode != "train" or cfg.preflight:
-        return source
-    overlap, total = find_target("trainer.scale.overlap.Overlap"), cfg.trainer.num_iterations
-    return overlap(source, objects["policy"], ahead=cfg.trainer.overlap, num_iterations=total)
-
-
-def make_references(cfg: DictConfig, policy: Any, env: Any) -> dict[str, Any]:
-    """Build the reference and the teacher, by the names of their leashes.
-
-    Their micro-batches have the size of the update's micro-batches.
+    Without `charges`, where the policy samples nothing, only its controller reads keys.
     """
+    kl, options = keys[section], {}
+    controller = make_controller(kl, section, **facts_of(keys.config))
+    if charges:
+        estimator = kl["estimator"]
+        estimator = build(estimator) if isinstance(estimator, Mapping) else estimator
+        options = {"estimator": estimator, "where": kl["where"], "allow_biased": kl["allow_biased"]}
+        if find_estimator(estimator).needs == "vocabulary":  # always in the loss
+            options["cap"] = kl["cap"]
+        if estimator == "jsd":
+            options["jsd_weight"] = kl["jsd_weight"]
+    name = "ref" if section == "kl" else section
+    return trainer.Leash(controller, name=name, teacher=teacher, **options)
 
-    def make(section: DictConfig, name: str, *, every: int = 0, decay: float = 0.0) -> Any:
-        options = {"temperature_factor": section.reference_temperature, "moves": every > 0}
-        limit = cfg.trainer.micro_batch_tokens
-        model = policies.load_reference(
-            policy, section.reference, micro_batch_tokens=limit, **options
-        )
-        hint = section.hint
-        if hint is not None:
-            hint = find_target("trainer.kl.hints.Hint")(hint, env=env, policy=policy)
-        return trainer.Reference(policy, model, every=every, decay=decay, name=name, hint=hint)
 
-    out, kl = {"ref": trainer.NoReference(), "teacher": trainer.NoReference()}, cfg.kl
-    if kl.measure:
-        out["ref"] = make(kl, "ref", every=kl.refresh_every, decay=kl.refresh_decay)
-    if has_teacher(cfg):
-        out["teacher"] = make(cfg.teacher, "teacher")
-    return out
+def make_reference(
+    policy: Any,
+    env: Any,
+    *,
+    name: str,
+    reference: str | None,
+    reference_temperature: float,
+    hint: str | None,
+    micro_batch_tokens: int,
+    refresh_every: int = 0,
+    refresh_decay: float = 0.0,
+) -> Any:
+    """Build a reference from keys of its section; its micro-batches are as long as the update's."""
+    options = {"temperature_factor": reference_temperature, "moves": refresh_every > 0}
+    options["micro_batch_tokens"] = micro_batch_tokens
+    model = policies.load_reference(policy, reference, **options)
+    if hint is not None:
+        hint = find_target("trainer.kl.hints.Hint")(hint, env=env, policy=policy)
+    options = {"every": refresh_every, "decay": refresh_decay}
+    return trainer.Reference(policy, model, name=name, hint=hint, **options)
 
 
 def custom_observers(cfg: DictConfig, runtime: Any, more: Iterable[Any] = ()) -> list[Any]:
@@ -234,7 +225,9 @@ def custom_observers(cfg: DictConfig, runtime: Any, more: Iterable[Any] = ()) ->
     return custom
 
 
-def make_observers(cfg: DictConfig, runtime: Any, custom: Iterable[Any]) -> Any:
+def make_observers(
+    cfg: DictConfig, runtime: Any, custom: Iterable[Any], *, show_every: int = 0
+) -> Any:
     """Build the observers of rank 0: the user's own, then tracker, report and terminal."""
     from trainer.pages import diagnosis, display, live
 
@@ -246,7 +239,7 @@ def make_observers(cfg: DictConfig, runtime: Any, custom: Iterable[Any]) -> Any:
         make_tracker(cfg, runtime.folder),
         diagnosis.Diagnose(runtime, observers),
         live.LiveReport(runtime.folder),
-        display.show_run(runtime, cfg.trainer.num_iterations),
+        display.show_run(runtime, cfg.trainer.num_iterations, show_every=show_every),
     ]
     if "ipykernel" in sys.modules:  # a notebook, see conf/api.py
         observers.each.append(live.CellCurves(runtime.folder))

@@ -6,8 +6,10 @@ the keys of the sections that `plan` lists for it, as far as they are its argume
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO
 
 import yaml
@@ -17,11 +19,11 @@ from conf.build import (
     arguments_of,
     arguments_of_node,
     build,
-    controller_arguments,
     data_arguments,
     find_target,
     has_teacher,
     make_leash,
+    make_task,
     make_tools,
 )
 from conf.check import walk
@@ -32,6 +34,7 @@ from trainer.surrogates import SURROGATES, find_surrogate
 
 # Nothing here is ignored.
 SECTIONS = ("algorithm", "trainer", "optimizer", "kl", "teacher", "env", "policy")
+REFERENCE = {"_target_": "conf.build.make_reference"}
 RUNTIMES = {"ddp": "trainer.Runtime", "fsdp2": "trainer.scale.shards.ShardedRuntime"}
 
 
@@ -47,16 +50,27 @@ class Part:
         return build({"_convert_": "all", **self.node}, **objects)
 
 
+class OfSection(UserDict[str, Any]):
+    """The keys of a section; reading one takes it."""
+
+    def __init__(self, node: Section, name: str, taken: set[str]) -> None:
+        super().__init__(node)
+        self.name, self.taken = name, taken
+
+    def __getitem__(self, key: str) -> Any:
+        self.taken.add(f"{self.name}.{key}")
+        return super().__getitem__(key)
+
+
 class Keys:
-    """The keys of a configuration, and those that a part has taken."""
+    """The keys of a configuration; `config` is for looking at a key without taking it."""
 
     def __init__(self, config: Section) -> None:
         self.config = config
         self.taken: set[str] = set()
 
-    def take(self, *keys: str) -> None:
-        """Note keys or whole sections that a part gets in another way than by `give`."""
-        self.taken.update(keys)
+    def __getitem__(self, section: str) -> OfSection:
+        return OfSection(self.config[section], section, self.taken)
 
     def give(
         self, node: Mapping[str, Any] | str, *sections: str, objects: Sequence[str] = ()
@@ -71,10 +85,9 @@ class Keys:
         names, _ = arguments_of_node(node)
         arguments = {}
         for section in sections:
-            for name, value in self.config[section].items():
+            for name in self[section]:
                 if name in names and name not in (*node, *objects):
-                    arguments[name] = value
-                    self.take(f"{section}.{name}")
+                    arguments[name] = self[section][name]
         return Part({**arguments, **node})
 
     def untaken(self) -> Iterator[tuple[str, Any]]:
@@ -89,6 +102,7 @@ class Plan:
     """The parts of a run; a call with the run's objects builds one."""
 
     runtime: Part
+    task: Callable[[], Any]
     policy: Part
     engine: Part | None
     critic: Part | None
@@ -97,8 +111,10 @@ class Plan:
     call_tools: Part | None
     transforms: dict[str, Part]
     leash: Any  # the Leash itself, which needs no other object
+    references: dict[str, Part]  # by the names of their leashes
     after_rollout: dict[str, Part]
     source: Part
+    overlap: Part | None
     advantage: Part
     objective: Part
     optimizer: Part
@@ -106,6 +122,7 @@ class Plan:
     update: Part
     early_stopping: Part
     trainer: Part
+    show_every: int
 
     def make_optimizer(self, model: Any) -> Any:
         """Return the optimiser of a model's parameters; only matrices are decayed."""
@@ -122,6 +139,11 @@ class Plan:
         for transform in transforms:
             env = env.append_transform(transform)
         return env
+
+    def make_source(self, after_rollout: Iterable[Any], **objects: Any) -> Any:
+        """Return the source of batches; with trainer.overlap > 0 it samples ahead."""
+        source = self.source(after_rollout=[*after_rollout], **objects)
+        return self.overlap(source=source, **objects) if self.overlap else source
 
 
 def plan(config: Section) -> Plan:
@@ -152,25 +174,41 @@ def check(file: TextIO) -> int:
 
 def _plan(config: Section) -> Plan:
     keys = Keys(config)
-    algorithm, engine = config["algorithm"], config["policy"]["engine"]
+    samples = config["algorithm"]["rows"] == "prompts"
+    algorithm, env, engine = keys["algorithm"], keys["env"], keys["policy"]["engine"]
     critic = algorithm.get("critic")
-    sizes = {"group_size": algorithm["group_size"], "max_turns": config["env"]["max_turns"]}
-    tools = make_tools(config["env"]["tools"])
+    size, turns = algorithm["group_size"] if samples else 1, env["max_turns"]
+    of_task = data_arguments(env) | {key: env[key] for key in ("task", "rewards", "task_weight")}
+    tools = make_tools(env["tools"])
     nodes_of(keys, config["observers"])  # a fault ends the run here; rank 0 builds them later
+    source = keys.give(algorithm["source"], "algorithm", "trainer", objects=("after_rollout",))
+    check_rows(keys, source)
+    ahead = keys["trainer"]["overlap"] if samples else 0
+    overlap = {"_target_": "trainer.scale.overlap.Overlap", "ahead": ahead}
+    none = keys.give("trainer.NoReference")
+    teacher, references = None, {"ref": none, "teacher": none}
+    if keys["kl"]["measure"]:
+        references["ref"] = keys.give(REFERENCE | {"name": "ref"}, "kl", "trainer")
+    if samples and has_teacher(config):
+        references["teacher"] = keys.give(REFERENCE | {"name": "teacher"}, "teacher", "trainer")
+        teacher = make_leash(keys, "teacher")
     parts = Plan(
         runtime=keys.give(RUNTIMES[config["launch"]["strategy"]], "policy", "launch"),
+        task=partial(make_task, of_task, needs_reward=algorithm["needs_reward"]),
         policy=policy_part(keys),
         engine=keys.give(engine) if engine else None,
         critic=keys.give({"_target_": "policies.Critic", **critic}) if critic else None,
-        env=Part({"_target_": "envs.chat_env.ChatEnv", **sizes}),
+        env=Part({"_target_": "envs.chat_env.ChatEnv", "group_size": size, "max_turns": turns}),
         tools=tools,
         call_tools=keys.give("envs.tools.CallTools", "env", objects=("tools",)) if tools else None,
-        transforms=nodes_of(keys, config["env"]["transforms"]),
-        leash=make_leash(config),
-        after_rollout=after_rollout_parts(keys),
-        source=keys.give(algorithm["source"], "algorithm", "trainer", objects=("after_rollout",)),
+        transforms=nodes_of(keys, env["transforms"]),
+        leash=make_leash(keys, "kl", charges=samples, teacher=teacher),
+        references=references,
+        after_rollout=after_rollout_parts(keys, source),
+        source=source,
+        overlap=keys.give(overlap, "trainer") if ahead and not config["preflight"] else None,
         advantage=keys.give(algorithm["advantage"], "algorithm", "trainer"),
-        objective=keys.give(algorithm["objective"], "algorithm"),
+        objective=objective_part(keys),
         optimizer=keys.give({"_target_": config["optimizer"]["_target_"]}, "optimizer"),
         schedule=keys.give("trainer.make_schedule", "optimizer"),
         update=keys.give(
@@ -178,9 +216,8 @@ def _plan(config: Section) -> Plan:
         ),
         early_stopping=keys.give("trainer.stopping.EarlyStopping", "trainer"),
         trainer=keys.give("trainer.Trainer", "trainer"),
+        show_every=keys["trainer"]["show_every"],
     )
-    check_rows(algorithm, parts.source)
-    take_keys_read_elsewhere(keys, parts)
     if config["mode"] == "train":
         for name, value in keys.untaken():
             _, key = all_keys().get(name, ("", None))
@@ -199,8 +236,17 @@ def policy_part(keys: Keys) -> Part:
     _, takes_any = arguments_of(find_target(target))
     if not takes_any:
         return keys.give({"_target_": target}, "policy")
-    keys.take("policy")
-    return Part({name: value for name, value in section.items() if name != "engine"})
+    return Part({name: value for name, value in keys["policy"].items() if name != "engine"})
+
+
+def objective_part(keys: Keys) -> Part:
+    """Return the part of the loss; of the bounds of a ratio it gets what its surrogate reads."""
+    node, unread = keys["algorithm"]["objective"], set()
+    surrogate = node.get("surrogate", keys.config["algorithm"].get("surrogate"))
+    if surrogate and "surrogate" in arguments_of_node(node)[0]:
+        row = find_surrogate(build(surrogate) if isinstance(surrogate, Mapping) else surrogate)
+        unread = {key for each in SURROGATES.values() for key in each.keys} - {*row.keys}
+    return keys.give(node, "algorithm", objects=[*unread])
 
 
 def nodes_of(keys: Keys, nodes: Mapping[str, Any] | None, *sections: str) -> dict[str, Part]:
@@ -208,67 +254,28 @@ def nodes_of(keys: Keys, nodes: Mapping[str, Any] | None, *sections: str) -> dic
     return {name: keys.give(node, *sections) for name, node in (nodes or {}).items() if node}
 
 
-def check_rows(algorithm: Section, source: Part) -> None:
+def check_rows(keys: Keys, source: Part) -> None:
     """Raise ValueError if algorithm.rows is not what the source reads, as far as it says that."""
-    reads = getattr(source.target, "reads_rows", algorithm["rows"])
-    if reads != algorithm["rows"]:
-        name = algorithm["source"]["_target_"]
-        text = f"expected algorithm.rows={reads}, which {name} reads, got {algorithm['rows']}"
+    rows, name = keys["algorithm"]["rows"], source.node["_target_"]
+    if (reads := getattr(source.target, "reads_rows", rows)) != rows:
+        text = f"expected algorithm.rows={reads}, which {name} reads, got {rows}"
         raise ValueError(f"{text}; leave it out")
 
 
-def after_rollout_parts(keys: Keys) -> dict[str, Part]:
-    """Return the functions of algorithm.after_rollout by name.
+def after_rollout_parts(keys: Keys, source: Part) -> dict[str, Part]:
+    """Return the functions of algorithm.after_rollout by name, if the source takes them.
 
     If an engine samples, trainer.ImportanceSampling comes first, unless a function of after_rollout
     writes its key, or after_rollout has `importance: null`.
     """
-    nodes = keys.config["algorithm"]["after_rollout"] or {}
+    if "after_rollout" not in arguments_of(source.target)[0]:
+        return {}
+    nodes = keys["algorithm"]["after_rollout"] or {}
     parts = nodes_of(keys, nodes, "trainer")
     corrected = any("policy_weight" in getattr(p.target, "writes", ()) for p in parts.values())
     if keys.config["policy"]["engine"] and not corrected and "importance" not in nodes:
         parts = {"importance": keys.give("trainer.ImportanceSampling", "trainer"), **parts}
     return parts
-
-
-def take_keys_read_elsewhere(keys: Keys, parts: Plan) -> None:
-    """Take the keys that `Keys.give` does not hand over: those of conf/run.py and build.py."""
-    config = keys.config
-    keys.take("algorithm.source", "algorithm.advantage", "algorithm.objective", "algorithm.rows")
-    keys.take("algorithm.critic", "algorithm.needs_reward")
-    source, _ = arguments_of(parts.source.target)
-    if "after_rollout" in source:
-        keys.take("algorithm.after_rollout")
-    objective = parts.objective.node
-    if "surrogate" in objective:  # it reads only some of the bounds that the objective takes
-        surrogate = objective["surrogate"]
-        row = find_surrogate(build(surrogate) if isinstance(surrogate, Mapping) else surrogate)
-        bounds = {key for each in SURROGATES.values() for key in each.keys} - {*row.keys}
-        keys.taken -= {f"algorithm.{key}" for key in bounds}
-    keys.take("trainer.show_every", "kl.measure", "env.max_turns")
-    if config["algorithm"]["rows"] == "prompts":
-        keys.take("algorithm.group_size", "trainer.overlap")
-        if config["kl"]["measure"]:
-            keys.take("kl.hint")
-        for leash in parts.leash.each:
-            section = leash.names.section
-            keys.take(*(f"{section}.{name}" for name in ("estimator", "where", "allow_biased")))
-            if leash.needs_reference:
-                keys.take(f"{section}.cap")
-            if leash.estimator == "jsd":
-                keys.take(f"{section}.jsd_weight")
-            if section == "teacher":
-                keys.take("teacher.reference", "teacher.reference_temperature", "teacher.hint")
-    for leash in parts.leash.each:
-        section = leash.names.section
-        _, of_controller = controller_arguments(config[section])
-        keys.take(*(f"{section}.{name}" for name in ("controller", *of_controller)))
-    if config["kl"]["measure"]:
-        keys.take("kl.reference", "kl.refresh_every", "kl.refresh_decay")
-        keys.take("kl.reference_temperature")
-    keys.take("env.task", "env.rewards", "env.task_weight", "env.transforms", "policy.engine")
-    keys.take("env.tools")
-    keys.take(*(f"env.{name}" for name in data_arguments(config["env"])))
 
 
 def _takers(key: str, config: Section) -> str:

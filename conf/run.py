@@ -38,7 +38,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
 
         # ---- the task, the policy and the environment between them
-        task = build.make_task(config["env"], needs_reward=config["algorithm"]["needs_reward"])
+        task = parts.task()
         try_reward(task)  # finds errors in the data and in the user's reward
         custom = build.custom_observers(cfg, runtime, observers)
         # For the real device: shards are loaded on the CPU.
@@ -49,7 +49,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
             runtime.write_status(date=cfg.date)
         transforms = {name: part() for name, part in parts.transforms.items()}
         env = parts.make_env(task, policy, transforms.values())
-        references = build.make_references(cfg, policy, env)
+        references = {name: part(policy=policy, env=env) for name, part in parts.references.items()}
         if parts.critic:
             policy.scorer.critic = parts.critic(scorer=policy.scorer)
         generator = policy
@@ -60,12 +60,12 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
         shared = {"task": task, "policy": policy, "generator": generator, "runtime": runtime}
         shared |= {"env": env, "leash": parts.leash}
         after_rollout = {name: part(**shared) for name, part in parts.after_rollout.items()}
-        source = build.make_source(cfg, parts.source, after_rollout, **shared)
+        source = parts.make_source(after_rollout.values(), **shared)
         advantage = parts.advantage(**shared)
 
         # ---- from a batch to new weights
         objective = parts.objective(**shared)
-        all_observers = build.make_observers(cfg, runtime, custom)
+        all_observers = build.make_observers(cfg, runtime, custom, show_every=parts.show_every)
         scorer, optimizer = runtime.prepare(
             policy, parts.make_optimizer, *references.values(), advantage
         )

@@ -11,12 +11,10 @@ policy.model is merged (`policies.models.find.merge_adapter`); a new one then st
 """
 
 import copy
-import inspect
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,11 @@ from policies.scorer import Scorer
 TRAINED = "default"  # peft's name for an unnamed adapter
 WEIGHTS = "adapter_model.safetensors"
 LINEAR = (nn.Linear, products.Linear, Conv1D)
+# Linear layers whose weights their module reads itself, in forward or to clamp them, by its class.
+READ_BY_CLASS = {
+    "Gemma3nTextAltUp": ("correction_coefs", "prediction_coefs"),
+    "LongcatFlashTopkRouter": ("classifier",),
+}
 # In a model with experts peft takes these names of linear layers for experts in transformers 4, and
 # leaves shared experts and dense layers without an adapter; the weights themselves it adapts.
 RENAMED = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
@@ -102,14 +105,12 @@ def _last(name: str) -> str:
 def _linear_layers(model: Any) -> dict[str, Any]:
     """Return the trained linear layers by name, without the output head; GPT-2 names them Conv1D.
 
-    A layer whose weight the model reads itself, as Mamba's fused kernels do, is left out: an
-    adapter acts in the layer's forward only.
+    Layers of `read_by` are left out: an adapter acts in the layer's forward only.
     """
-
-    def code(name: str) -> str:
-        return _source(type(model.get_submodule(name.rpartition(".")[0])).__module__)
-
     head = model.get_output_embeddings()
+    left_out = {
+        f"{name}.{layer}" for name, module in model.named_modules() for layer in read_by(module)
+    }
     return {
         name: layer
         for name, layer in model.named_modules()
@@ -117,8 +118,19 @@ def _linear_layers(model: Any) -> dict[str, Any]:
         and layer is not head
         and layer.weight.requires_grad
         and (type(layer) in LINEAR or _multiplies(layer))
-        and not re.search(rf"self\.{_last(name)}\.weight(?!\.dtype|\.shape|\[)", code(name))
+        and name not in left_out
     }
+
+
+def read_by(module: nn.Module) -> Collection[str]:
+    """Return the names of the linear layers of a module whose weights its own code reads.
+
+    Of a Mamba layer, known by its parameters A_log and D, the fused kernels do: version 1 reads
+    dt_proj, version 2, which has none, out_proj.
+    """
+    if {"A_log", "D"} <= {name for name, _ in module.named_parameters(recurse=False)}:
+        return ("dt_proj",) if hasattr(module, "dt_proj") else ("out_proj",)
+    return READ_BY_CLASS.get(type(module).__name__, ())
 
 
 @torch.no_grad()
@@ -127,11 +139,6 @@ def _multiplies(layer: Any) -> bool:
     x = torch.ones_like(layer.weight[:1])  # [1, in]
     out = layer(x)
     return isinstance(out, Tensor) and is_close(out, F.linear(x, layer.weight, layer.bias))
-
-
-@cache
-def _source(module: str) -> str:
-    return inspect.getsource(sys.modules[module])
 
 
 def _experts(model: nn.Module) -> list[str]:

@@ -48,6 +48,7 @@ def test_a_family_computes_as_transformers_or_is_refused_in_a_line(family, tmp_p
 def test_an_adapter_is_where_a_text_goes_and_transformers_loads_the_merged_model(family, tmp_path):
     adapted = adapt(write_checkpoint(family, tmp_path), tmp_path / "trained")
     assert not adapted.unreached
+    assert not adapted.misplaced
     assert adapted.merged < 1e-4
     assert adapted.moved > 0.1
     assert not adapted.bare & {"gate_up_proj", "up_proj", "down_proj"}

@@ -9,8 +9,10 @@ of sampler and scorer, and the gradient, are compared with a plain float32 forwa
 alone.
 """
 
+import inspect
 import re
 import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -99,6 +101,8 @@ class Adapted:
     unreached: list[str]  # weights of the adapter without a gradient
     bare: set[str]  # last names of the matrices without an adapter
     experts: bool  # whether experts have one
+    # Linear layers with one although other code than their forward reads the weight, or vice versa.
+    misplaced: list[str]
 
 
 @cache
@@ -195,7 +199,20 @@ def adapt(folder: Path, trained: Path) -> Adapted:
         unreached=[name for name, p in weights.items() if p.grad is None],
         bare={n.removesuffix(".weight").rpartition(".")[2] for n in matrices.keys() - adapted},
         experts=any(plain.model.get_parameter(name).ndim == 3 for name in adapted),
+        misplaced=[
+            name
+            for name, layer in plain.model.named_modules()
+            if type(layer) in lora.LINEAR and f"{name}.weight" in matrices
+            if (f"{name}.weight" in adapted) == is_read_in_source(plain.model, name)
+        ],
     )
+
+
+def is_read_in_source(model: nn.Module, name: str) -> bool:
+    """Return whether the file of a layer's module reads the layer's weight, by its text."""
+    above, _, last = name.rpartition(".")
+    source = inspect.getsource(sys.modules[type(model.get_submodule(above)).__module__])
+    return bool(re.search(rf"self\.{last}\.weight(?!\.dtype|\.shape|\[)", source))
 
 
 def draw(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

@@ -137,7 +137,7 @@ def run(
         script.train(OmegaConf.create(config), folder)
 
 
-def only_metrics(cfg: Any, runtime: Any, more: Any = ()) -> Observer:
+def only_metrics(cfg: Any, runtime: Any, more: Any = (), **_: Any) -> Observer:
     return Observers([make_tracker(cfg, runtime.folder)] if runtime.is_main else [])
 
 

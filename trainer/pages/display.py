@@ -262,7 +262,7 @@ class Display(Observer):
         return value.relative_to(Path.cwd()) if inside else value
 
 
-def show_run(runtime: Any, total: int) -> Display:
+def show_run(runtime: Any, total: int, *, show_every: int) -> Display:
     """Return the display of a runtime's run; for a warm-up, with the cache folder of its model."""
     folder = Path(os.path.abspath(runtime.folder))  # absolute, like the folder of Hydra
     run = load_run(folder)
@@ -286,7 +286,7 @@ def show_run(runtime: Any, total: int) -> Display:
         title=run.experiment,
         header=header,
         folder=None if cached else folder,
-        show_every=dig(run.config, "trainer", "show_every") or 0,
+        show_every=show_every,
         brief=is_sweep(folder.parent),
         live=not dig(run.config, "launch", "in_process"),  # a debugger needs the terminal
     )
