@@ -36,6 +36,7 @@ from trainer.surrogates import SURROGATES, find_surrogate
 SECTIONS = ("algorithm", "trainer", "optimizer", "kl", "teacher", "env", "policy")
 REFERENCE = {"_target_": "conf.build.make_reference"}
 RUNTIMES = {"ddp": "trainer.Runtime", "fsdp2": "trainer.scale.shards.ShardedRuntime"}
+CHECKPOINTS = {"ddp": "trainer.Checkpoints", "fsdp2": "trainer.scale.shards.ShardedCheckpoints"}
 
 
 class Part:
@@ -121,6 +122,7 @@ class Plan:
     schedule: Part
     update: Part
     early_stopping: Part
+    checkpoints: Part
     trainer: Part
     show_every: int
 
@@ -215,6 +217,7 @@ def _plan(config: Section) -> Plan:
             "trainer.Update", "algorithm", "trainer", "optimizer", objects=("objective", "lr")
         ),
         early_stopping=keys.give("trainer.stopping.EarlyStopping", "trainer"),
+        checkpoints=keys.give(CHECKPOINTS[config["launch"]["strategy"]], "checkpoint"),
         trainer=keys.give("trainer.Trainer", "trainer"),
         show_every=keys["trainer"]["show_every"],
     )

@@ -90,9 +90,8 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
             retrieve_kl=references["ref"],
             **cfg.eval,
         )
-        checkpoints = trainer.Checkpoints(
-            runtime, policy, optimizer, reference=references["ref"], **cfg.checkpoint
-        )
+        saved = {"policy": policy, "optimizer": optimizer, "reference": references["ref"]}
+        checkpoints = parts.checkpoints(runtime=runtime, **saved)
         with_state = trainer.resuming.stateful_parts(
             {"env.transforms": transforms, "algorithm.after_rollout": after_rollout},
             cfg.observers,

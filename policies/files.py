@@ -6,7 +6,7 @@ A manifest lists every file of a folder with its size and sha256, so that a dama
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,20 @@ def sha256_of_texts(texts: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
-def read_manifest(folder: Path, *, full: bool = False) -> dict[str, Any] | None:
+def read_manifest(
+    folder: Path, *, full: bool = False, share: slice = slice(None)
+) -> dict[str, Any] | None:
     """Return the manifest of an intact folder; None if it is absent, incomplete or damaged.
 
     With `full`, a file that it does not list is damage too, except hidden ones (.DS_Store).
+    `share`: of the files of tensors, those that this process hashes.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files = manifest["files"]
-        sound = all(_is_sound(folder / name, entry, full=full) for name, entry in files.items())
+        tensors = sorted(name for name in files if name.endswith(".safetensors"))
+        mine = {*files} - {*tensors} | {*tensors[share]} if full else set()
+        sound = all(_is_sound(folder / n, entry, full=n in mine) for n, entry in files.items())
         if full:
             paths = (path for path in folder.rglob("[!.]*") if not path.is_dir())
             present = {path.relative_to(folder).as_posix() for path in paths}
@@ -71,14 +76,27 @@ def _is_sound(path: Path, entry: dict[str, Any], *, full: bool) -> bool:
     return size == entry["bytes"] and (not hashed or sha256_file(path) == entry["sha256"])
 
 
-def write_manifest(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """List every file of a finished folder with its sha256, flush all to disk, return the list."""
-    make_readable(folder)
+def hash_files(paths: Iterable[Path], folder: Path) -> dict[str, Any]:
+    """Flush files to disk; return their entries in the manifest of the folder."""
     files = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+    for path in sorted(paths):
         name = path.relative_to(folder).as_posix()
         files[name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         flush(path)
+    return files
+
+
+def write_manifest(
+    folder: Path, about: dict[str, Any], hashed: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """List every file of a finished folder with its sha256, flush all to disk, return the list.
+
+    hashed: the entries of files that other processes wrote.
+    """
+    make_readable(folder)
+    files = dict(hashed or {})
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    files |= hash_files((p for p in paths if p.relative_to(folder).as_posix() not in files), folder)
     manifest = {"about": about, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
     flush(folder / MANIFEST)

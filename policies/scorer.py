@@ -37,19 +37,13 @@ class Placement:
         """Hold full weights inside the block, so that each rank may run its own forwards."""
         return nullcontext()
 
-    def full_tensors(
-        self, *, fill: bool = True, keep: bool = False
-    ) -> AbstractContextManager[None]:
-        """Hold full tensors inside the block; `fill`: with values; `keep`: store changed values."""
+    def full_tensors(self, *, fill: bool = True) -> AbstractContextManager[None]:
+        """Hold full tensors inside the block, with values if `fill`; changes are lost."""
         return nullcontext()
 
     def forwards(self, count: int) -> AbstractContextManager[int]:
         """Return the number of forwards to run inside the block, for a rank that needs `count`."""
         return nullcontext(count)
-
-    def scatter(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of a full tensor in the shape of the weight `like`."""
-        return tensor.to(like.device)
 
     def master(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         """Return {"master": weight} if a checkpoint stores the weight in a lower precision."""

@@ -9,6 +9,7 @@ Optional files: critic.safetensors (the critic is not in model/), reference.safe
 reference) and parts.safetensors (tensors from `state_dict()` of tasks, rewards and other parts).
 With LoRA, adapter/ in peft's format replaces model/, because the base weights never change. The
 names in model/ are those of the model's modules; the published ones are in the final model alone.
+Ranks that hold shards write shards/ in place of all tensors but the last (trainer/scale/shards.py).
 """
 
 import json
@@ -24,15 +25,15 @@ from torch import Tensor
 
 from policies.files import flush, read_manifest, write_manifest
 from policies.load import weights_of
+from policies.models.weights import put
 from policies.protocols import Policy
-from policies.scorer import placement_of
+from policies.scorer import Scorer
 from trainer.kl.reference import NoReference, Reference
 from trainer.runtime import Runtime, check_agreement
 
 FORMAT = 2
-CRITIC = "critic.safetensors"
-REFERENCE = "reference.safetensors"
 PARTS = "parts.safetensors"
+SHARDS = "shards"
 
 
 class Checkpoints:
@@ -66,44 +67,53 @@ class Checkpoints:
     def save(self, iteration: int, state: dict[str, Any]) -> None:
         """Write a checkpoint after `iteration`; RuntimeError if the weights of two ranks differ."""
         check_agreement(self.policy.scorer, self.runtime, iteration=iteration)
-        main = self.runtime.is_main
-        moments = gather_moments(self.optimizer, self.policy, fill=main)
-        reference = placement_of(self.reference).full_tensors(fill=main)
-        with self.policy.scorer.placement.full_tensors(fill=main), reference:
-            self.runtime.set_phase("save")
-            if main:
-                self._write(iteration, state, moments)
-        self.last = iteration
-        self.runtime.accelerator.wait_for_everyone()
-
-    def _write(self, iteration: int, state: dict[str, Any], moments: dict[str, Tensor]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in (*self.folder.glob(".part-*"), *self.folder.glob(".trash-*")):
-            remove(leftover)  # an interrupted save or removal left it
+        self.runtime.set_phase("save")
         target = self.folder / f"iteration_{iteration:06d}"
         part = self.folder / f".part-{target.name}"
-        part.mkdir()
+        if self.runtime.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in (*self.folder.glob(".part-*"), *self.folder.glob(".trash-*")):
+                remove(leftover)  # an interrupted save or removal left it
+            part.mkdir()
         try:
-            weights = weights_of(self.policy.scorer)
-            weights.save(part, self.policy.tokenizer, base=base_of(self.policy))
-            if critic := self.critic():
-                save_file(critic, part / CRITIC)
-            if refreshed := self.reference.state_dict():
-                save_file(refreshed, part / REFERENCE)
-            save_file(moments, part / "optimizer.safetensors")
-            values, tensors = split_tensors(state.get("parts", {}))
-            content = {"format": FORMAT, "iteration": iteration, **state, "parts": values}
-            if tensors:
-                save_file(tensors, part / PARTS)
-            (part / "state.json").write_text(json.dumps(content, indent=1))
-            write_manifest(part, {"format": FORMAT})
+            hashed = self.write_tensors(part)
+            if self.runtime.is_main:
+                self._write_state(part, {"iteration": iteration, **state}, hashed)
         except BaseException:  # frees space: a full disk would lose the error message
             shutil.rmtree(part, ignore_errors=True)
             raise
-        discard(target)
-        part.rename(target)
-        flush(self.folder)
-        self._prune(target)
+        if self.runtime.is_main:
+            discard(target)
+            part.rename(target)
+            flush(self.folder)
+            self._prune(target)
+        self.last = iteration
+        self.runtime.accelerator.wait_for_everyone()
+
+    def write_tensors(self, part: Path) -> dict[str, Any]:
+        """Write weights and optimiser state; return the hashes that are known, for the manifest.
+
+        All ranks call this; here rank 0 writes.
+        """
+        if self.runtime.is_main:
+            weights = weights_of(self.policy.scorer)
+            weights.save(part, self.policy.tokenizer, base=base_of(self.policy))
+            if critic := self.critic():
+                save_file(critic, part / "critic.safetensors")
+            if refreshed := self.reference.state_dict():
+                save_file(refreshed, part / "reference.safetensors")
+            moments = moments_of(self.optimizer, self.policy.scorer)
+            on_host = {name: value.cpu().contiguous() for name, value in moments.items()}
+            save_file(on_host, part / "optimizer.safetensors")
+        return {}
+
+    def _write_state(self, part: Path, state: dict[str, Any], hashed: dict[str, Any]) -> None:
+        values, tensors = split_tensors(state.get("parts", {}))
+        if tensors:
+            save_file(tensors, part / PARTS)
+        content = {"format": FORMAT, **state, "parts": values}
+        (part / "state.json").write_text(json.dumps(content, indent=1))
+        write_manifest(part, {"format": FORMAT, "base": base_of(self.policy)}, hashed)
 
     def critic(self) -> dict[str, Tensor]:
         """Return the critic's trained weights; its frozen weights are the policy's."""
@@ -114,34 +124,26 @@ class Checkpoints:
     def newest(self) -> Path | None:
         """Return the newest undamaged checkpoint, or None if the folder has no checkpoint.
 
-        Rank 0 decides for all ranks. ValueError if all checkpoints are damaged.
+        Each rank hashes a share of the files. ValueError if all checkpoints are damaged.
         """
-        newest, damaged = None, []
-        for folder in reversed(list_checkpoints(self.folder)) if self.runtime.is_main else ():
-            if read_state(folder) is not None:
-                newest = folder
-                break
-            damaged.append(folder.name)
-        newest, self.skipped = self.runtime.gather((newest, damaged))[0]
-        if newest is None and self.skipped:
+        self.skipped, share = [], slice(self.runtime.rank, None, self.runtime.ranks)
+        for folder in reversed(self.runtime.gather(list_checkpoints(self.folder))[0]):
+            if all(self.runtime.gather(read_state(folder, share=share) is not None)):
+                return folder
+            self.skipped.append(folder.name)
+        if self.skipped:
             names = ", ".join(self.skipped)
             raise ValueError(
                 f"{self.folder} has only damaged checkpoints ({names}); restore or remove them"
             )
-        return newest
+        return None
 
     def restore(self, folder: Path) -> dict[str, Any]:
         """Load weights and optimiser state of an undamaged checkpoint; return the other values."""
-        self.restore_weights(folder, critic=True)
-        saved, placement = load_file(folder / "optimizer.safetensors"), self.policy.scorer.placement
-        for name, param in trained_parameters(self.optimizer, self.policy):
-            key = f"{name}/"
-            tensors = {k.removeprefix(key): v for k, v in saved.items() if k.startswith(key)}
-            if tensors:
-                moments = {k: placement.scatter(v, param) for k, v in tensors.items()}
-                for master in placement.master(name, param).values():
-                    master.copy_(moments.pop("master", master))
-                self.optimizer.state[param] = moments
+        files = open_checkpoint(folder)
+        self._read_weights(files)
+        files.read("critic", self.critic())
+        self._read_moments(files)
         state = json.loads((folder / "state.json").read_text())
         self.last = state["iteration"]
         if (path := folder / PARTS).is_file():
@@ -150,17 +152,32 @@ class Checkpoints:
                 state["parts"][part][name] = value
         return state
 
-    def restore_weights(self, folder: Path, *, critic: bool = False) -> None:
+    def restore_weights(self, folder: Path) -> None:
         """Load the policy, and the reference if saved, from a checkpoint or a finished run."""
-        reference = placement_of(self.reference).full_tensors(keep=True)
-        with self.policy.scorer.placement.full_tensors(keep=True), reference:
-            weights_of(self.policy.scorer).load(folder, base=base_of(self.policy))
-            if (folder / REFERENCE).is_file():
-                self.reference.load_state_dict(load_file(folder / REFERENCE))
-            if critic and (weights := self.critic()):
-                saved = load_file(folder / CRITIC)
-                for name, weight in weights.items():
-                    weight.copy_(saved[name])
+        self._read_weights(open_checkpoint(folder))
+
+    def _read_weights(self, files: Any) -> None:
+        files.read_weights(self.policy.scorer, base=base_of(self.policy))
+        if files.tensors("reference"):
+            self.reference.moved = True
+            files.read("reference", self.reference.state_dict())
+
+    def _read_moments(self, files: Any) -> None:
+        """Load the optimiser's state; float32 masters that are the shards themselves too."""
+        by_weight: dict[str, dict[str, Tensor]] = {}
+        for name, like in files.tensors("optimizer").items():
+            weight, _, key = name.rpartition("/")
+            by_weight.setdefault(weight, {})[key] = like
+        targets = {}
+        for name, param in trained_parameters(self.optimizer, self.policy.scorer):
+            likes = by_weight.get(name, {})
+            masters = self.policy.scorer.placement.master(name, param)
+            state = {k: empty_for(param, v) for k, v in likes.items() if k not in masters}
+            targets |= {f"{name}/{key}": value for key, value in state.items()}
+            targets |= {f"{name}/{k}": v for k, v in masters.items() if k in likes}
+            if state:
+                self.optimizer.state[param] = state
+        files.read("optimizer", targets)
 
     def _prune(self, newest: Path) -> None:
         """Keep the last and the best; remove all others, and the damaged folders after `newest`."""
@@ -172,6 +189,44 @@ class Checkpoints:
         for folder in every:
             if folder not in keep:
                 discard(folder)
+
+
+class Files:
+    """The tensors of a checkpoint in files of full tensors, or those of a finished run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def tensors(self, group: str) -> dict[str, Tensor]:
+        """Return the tensors of a group by name, {} if there are none; their file is mapped."""
+        path = self.folder / f"{group}.safetensors"
+        return load_file(path) if path.is_file() else {}
+
+    def read(self, group: str, targets: dict[str, Tensor]) -> None:
+        """Fill tensors, full or in parts, by their names in a group."""
+        tensors = self.tensors(group) if targets else {}
+        for name, target in targets.items():
+            put(target, tensors[name])
+
+    def read_weights(self, scorer: Scorer, *, base: str) -> None:
+        """Fill the weights of a policy; those of another model, or another base, are an error."""
+        weights_of(scorer).load(self.folder, base=base)
+
+
+def open_checkpoint(folder: Path) -> Any:
+    """Return what reads the tensors of a checkpoint or of a finished run."""
+    if not (folder / SHARDS).is_dir():
+        return Files(folder)
+    from policies.models.shard_files import ShardFiles
+
+    return ShardFiles(folder / SHARDS)
+
+
+def empty_for(param: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor for a value of the optimiser's state, in parts as the weight is."""
+    if like.shape == param.shape:
+        return torch.empty_like(param.detach(), dtype=like.dtype)
+    return torch.empty(like.shape, dtype=like.dtype, device=param.device)
 
 
 def split_tensors(parts: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -198,12 +253,16 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name.removeprefix("iteration_")))
 
 
-def read_state(folder: Path) -> dict[str, Any] | None:
-    """Return the state of a checkpoint; None if damaged, ValueError for another FORMAT."""
-    manifest = read_manifest(folder, full=True)
+def read_state(folder: Path, *, share: slice = slice(None)) -> dict[str, Any] | None:
+    """Return the state of a checkpoint; None if damaged, ValueError for another FORMAT.
+
+    share: see `read_manifest`.
+    """
+    manifest = read_manifest(folder, full=True, share=share)
     files = manifest["files"] if manifest else {}
-    complete = {"state.json", "optimizer.safetensors"} <= {*files}
-    if not complete or not any(re.fullmatch(r"(model|adapter)/.*safetensors", f) for f in files):
+    ordinary = "optimizer.safetensors" in files
+    weights = r"(model|adapter)/.*safetensors" if ordinary else rf"{SHARDS}/.*safetensors"
+    if "state.json" not in files or not any(re.fullmatch(weights, file) for file in files):
         return None
     state = json.loads((folder / "state.json").read_text())
     if (version := state.get("format")) != FORMAT:
@@ -242,24 +301,19 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if is_folder else path.unlink(missing_ok=True)
 
 
-def gather_moments(
-    optimizer: torch.optim.Optimizer, policy: Policy, *, fill: bool = True
-) -> dict[str, Tensor]:
-    """Gather the optimiser's state over ranks as named tensors on the CPU, or {} if not `fill`."""
-    out, placement = {}, policy.scorer.placement
-    for name, param in trained_parameters(optimizer, policy):
+def moments_of(optimizer: torch.optim.Optimizer, scorer: Scorer) -> dict[str, Tensor]:
+    """Return what this rank holds of the optimiser's state, and of masters, by name."""
+    out = {}
+    for name, param in trained_parameters(optimizer, scorer):
         if state := optimizer.state.get(param, {}):
-            for key, value in (state | placement.master(name, param)).items():
-                value = torch.as_tensor(value).detach()
-                full = value.full_tensor() if hasattr(value, "full_tensor") else value
-                if fill:  # one at a time, since a GPU has no room for all
-                    out[f"{name}/{key}"] = full.to("cpu", copy=True).contiguous()
+            for key, value in (state | scorer.placement.master(name, param)).items():
+                out[f"{name}/{key}"] = torch.as_tensor(value).detach()
     return out
 
 
-def trained_parameters(optimizer: torch.optim.Optimizer, policy: Policy):
+def trained_parameters(optimizer: torch.optim.Optimizer, scorer: Scorer):
     """Return (name, parameter) of each weight that the optimiser trains, also of the critic."""
-    names = {id(p): name for name, p in policy.scorer.named_parameters()}
+    names = {id(p): name for name, p in scorer.named_parameters()}
     return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
 
 

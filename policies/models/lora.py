@@ -27,7 +27,7 @@ from policies.files import make_readable
 from policies.models.fast import products
 from policies.models.fast.layers import is_close
 from policies.models.find import TAKE_CHECKPOINT, check_finite, quiet, readable
-from policies.models.weights import ModelWeights, WeightStream
+from policies.models.weights import ModelWeights, WeightStream, check_base, put
 from policies.optional_packages import EXTRAS
 from policies.scorer import Scorer
 
@@ -320,19 +320,20 @@ def load_adapter(model: nn.Module, folder: Path, *, base: str = "") -> None:
     with readable(path, "adapter", remedy=TAKE_CHECKPOINT), safe_open(path, framework="pt") as file:
         theirs = (file.metadata() or {}).get("base", "")
         named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if theirs != base:
-        raise ValueError(f"{folder}: expected an adapter of {base[:12]}, got {theirs[:12]}")
+    check_base(folder, expected=base, got=theirs)
     weights = {name.removeprefix("base_model.model."): weight for name, weight in named.items()}
     if differ := sorted(weights.keys() ^ mine.keys()):
         fault = f"{differ[:3]} is in one of them"
         raise ValueError(f"{folder} does not fit the model: {fault}; {TAKE_CHECKPOINT}")
     check_finite(path, weights, remedy=TAKE_CHECKPOINT)
     for name, weight in mine.items():
-        weight.copy_(weights[name])
+        put(weight, weights[name])
 
 
 class AdapterWeights(ModelWeights):
     """The weights of an adapter; the model under it never changes."""
+
+    needs_base = True
 
     def __init__(self, model: Any, adapter: str | None = TRAINED) -> None:
         super().__init__(model)
@@ -348,6 +349,10 @@ class AdapterWeights(ModelWeights):
     def named(self) -> dict[str, nn.Parameter]:
         """Return the weights of the adapter, by name."""
         return trained_weights(self.model, self.adapter)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights of the adapter, by name."""
+        return dict(self.named())
 
     def ordinary_model(self) -> Any:
         """Return an ordinary model with the adapter merged."""

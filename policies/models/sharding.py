@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from policies.padding import predicted
 from policies.scorer import Placement, Scorer
@@ -51,12 +51,19 @@ def shard(scorer: Scorer, mesh: DeviceMesh, *, offload: bool = False) -> None:
     _become_sharded(scorer)
     for unit in (*layers, scorer):  # one by one, to avoid a second model in float32
         for p in unit.parameters() if half else ():
-            p.data = p.data if isinstance(p, DTensor) else p.data.float()
+            if not isinstance(p, DTensor):  # a host of many ranks has no room for float32
+                p.data = p.data.to(device_of(mesh)).float()
         fully_shard(unit, mp_policy=_gathered_in(half), **shares)
     for name in FORWARDS:
         register_fsdp_forward_method(scorer, name)
     _fetch_in_order(scorer)
     scorer.placement = Shards(scorer, mesh, half=half)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return this rank's device in a mesh."""
+    number = torch.cuda.current_device() if mesh.device_type == "cuda" else None
+    return torch.device(mesh.device_type, number)
 
 
 def _fetch_in_order(scorer: Any) -> None:
@@ -178,7 +185,7 @@ def _dummy(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 def _plain(p: Any, dtype: torch.dtype, *, fill: bool) -> nn.Parameter:
     full = p.detach().full_tensor()
-    value = full.to("cpu", dtype) if fill else torch.empty(0, dtype=dtype)
+    value = full.to("cpu", dtype, copy=True) if fill else torch.empty(0, dtype=dtype)
     return nn.Parameter(value, requires_grad=p.requires_grad)
 
 
@@ -201,15 +208,14 @@ class Unsharded(Placement):
 class Shards(Placement):
     """Every rank holds a part of every weight; trained weights are gathered in dtype `half`.
 
-    They are saved in that dtype too, as without shards; a critic's head is float32.
+    A full tensor has that dtype too, as without shards; a critic's head is float32.
     """
 
     def __init__(self, scorer: Any, mesh: DeviceMesh, *, half: torch.dtype | None) -> None:
         self.scorer, self.mesh, self.half = scorer, mesh, half
         trained = {name for name, p in scorer.named_parameters() if p.requires_grad and half}
         self.rounded = dict.fromkeys(trained - {"critic.head.weight", "critic.head.bias"}, half)
-        number = torch.cuda.current_device() if mesh.device_type == "cuda" else None
-        self.device = torch.device(mesh.device_type, number)
+        self.device = device_of(mesh)
         self.gathered = False
 
     @contextmanager
@@ -233,8 +239,8 @@ class Shards(Placement):
                 unit.reshard()
 
     @contextmanager
-    def full_tensors(self, *, fill: bool = True, keep: bool = False) -> Iterator[None]:
-        """Replace the shards by full CPU tensors; `keep` copies changes back, `fill` fills them."""
+    def full_tensors(self, *, fill: bool = True) -> Iterator[None]:
+        """Replace the shards by full CPU tensors, with values if `fill`; changes are lost."""
         self.scorer.reshard()
         swapped: dict[int, tuple[Any, nn.Parameter]] = {}
         places = []
@@ -243,7 +249,7 @@ class Shards(Placement):
                 if isinstance(p, DTensor):
                     if id(p) not in swapped:
                         dtype = self.rounded.get(f"{prefix}.{name}", p.dtype)
-                        swapped[id(p)] = p, _plain(p, dtype, fill=fill or keep)
+                        swapped[id(p)] = p, _plain(p, dtype, fill=fill)
                     places.append((module, name, p))
         try:
             for module, name, p in places:
@@ -252,10 +258,6 @@ class Shards(Placement):
         finally:
             for module, name, p in places:
                 module._parameters[name] = p
-        if keep:
-            with torch.no_grad():
-                for p, now in swapped.values():
-                    p.copy_(self.scatter(now.detach().to(p.dtype), p))
 
     @contextmanager
     def forwards(self, count: int) -> Iterator[int]:
@@ -267,14 +269,6 @@ class Shards(Placement):
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
         yield int(most)
         self.scorer.reshard()
-
-    def scatter(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Shard a full tensor, equal on every rank, like a weight of its shape."""
-        if not isinstance(like, DTensor) or tensor.shape != like.shape:
-            return tensor.to(like.device)
-        layout = {"device_mesh": like.device_mesh, "placements": like.placements}
-        part = distribute_tensor(tensor.to(self.device), **layout, src_data_rank=None)
-        return part.to(like.device)
 
     def master(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         """Return the float32 master of a weight that is saved in half precision."""

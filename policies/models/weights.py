@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from policies.files import make_readable
@@ -86,12 +86,18 @@ class WeightStream:
 class ModelWeights:
     """All weights of a model; `base` is the sha256 of the initial weights."""
 
+    needs_base = False  # whether a checkpoint lacks the weights of the base
+
     def __init__(self, model: Any) -> None:
         self.model = model
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return the trained weights by name."""
         return dict(self.model.named_parameters())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a checkpoint has of the model, by name; a tied weight has several names."""
+        return self.model.state_dict(keep_vars=True)
 
     def stream(self, *, trained: bool = False, half: torch.dtype | None = None) -> WeightStream:
         """Return the weights of the ordinary model, or of `named` if `trained`.
@@ -134,17 +140,32 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor; with torch.no_grad() it shares the memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def put(target: Tensor, value: Tensor) -> None:
+    """Copy a full tensor, equal on every rank, into a tensor or into this rank's part of it."""
+    if isinstance(target, DTensor):
+        mesh, placements = target.device_mesh, target.placements
+        value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+    local(target).copy_(local(value))
+
+
 @torch.no_grad()
 def _load_weights(model: Any, folder: Path) -> None:
-    place, mine, taken = folder / "model", model.state_dict(), set()
+    place, mine = folder / "model", model.state_dict(keep_vars=True)
+    taken: set[int] = set()
     for name, weight in _read_weights(folder, mine):
         if name not in mine or mine[name].shape != weight.shape:
-            raise ValueError(_misfit(place, name))
-        check_finite(place, {name: weight}, remedy=TAKE_CHECKPOINT)
-        mine[name].copy_(weight)  # load_state_dict would run FSDP's hooks
-        taken.add(mine[name].data_ptr())  # a tied weight has no name of its own in a file
-    if missing := [name for name, weight in mine.items() if weight.data_ptr() not in taken]:
-        raise ValueError(_misfit(place, missing[0]))
+            raise ValueError(misfit(place, name))
+        put(mine[name], weight)  # load_state_dict would run FSDP's hooks
+        check_finite(place, {name: local(mine[name])}, remedy=TAKE_CHECKPOINT)
+        taken.add(id(mine[name]))  # a tied weight has no name of its own in a file
+    if missing := [name for name, weight in mine.items() if id(weight) not in taken]:
+        raise ValueError(misfit(place, missing[0]))
 
 
 def _read_weights(folder: Path, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -163,6 +184,13 @@ def _read_weights(folder: Path, mine: Mapping[str, Tensor]) -> Iterator[tuple[st
             yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
 
 
-def _misfit(place: Path, name: str) -> str:
+def check_base(folder: Path, *, expected: str, got: str) -> None:
+    """Raise ValueError for the adapter of other weights, named by their sha256."""
+    if expected != got:
+        raise ValueError(f"{folder}: expected an adapter of {expected[:12]}, got {got[:12]}")
+
+
+def misfit(place: Path, name: str) -> str:
+    """Return the message for a weight that a folder lacks, or that the model lacks."""
     ask = "is the folder complete, and policy.model the one that the run began with?"
     return f"{place} does not fit the model: {name} is missing or unexpected; {ask}"

@@ -107,16 +107,8 @@ class Reference:
             self.moved = True
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights, or {} before the first refresh."""
+        """Return the weights themselves, which a resume fills, or {} before the first refresh."""
         return {name: old for name, (old, _) in self.pairs.items()} if self.moved else {}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore the weights that `state_dict` returned."""
-        self.moved = bool(state)
-        pairs = self.pairs
-        for name, value in state.items():
-            pairs[name][0].copy_(value)
 
 
 class NoReference:
@@ -124,6 +116,7 @@ class NoReference:
 
     scorer = None
     sha256 = ""
+    moved = False
 
     def __call__(self, batch: TensorDictBase, *, keep_states: bool = False) -> TensorDictBase:
         """Return the batch."""
@@ -135,6 +128,3 @@ class NoReference:
     def state_dict(self) -> dict[str, Tensor]:
         """Return nothing."""
         return {}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Do nothing."""

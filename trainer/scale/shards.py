@@ -1,4 +1,9 @@
-"""launch=fsdp2: shard policy, critic and reference over the ranks before making the optimizer."""
+"""launch=fsdp2: shard policy, critic and reference over the ranks before making the optimizer.
+
+Each rank writes and reads its part of a checkpoint. It is written while all ranks wait: a write in
+the background (`async_save`) would need a copy of the shards on the host, a second process group,
+and manifest and name only at a later iteration, after which a stop or an error may come.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -7,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from policies.load import weights_of
+from policies.models.shard_files import names_in_scorer, write_shards
 from policies.models.sharding import Unsharded, shard, tie
 from policies.protocols import Policy
 from policies.scorer import Scorer
+from trainer.checkpoint import SHARDS, Checkpoints, moments_of
 from trainer.runtime import TIMEOUT, Runtime
 
 
@@ -56,6 +65,29 @@ class ShardedRuntime(Runtime):
         scorers = {id(part.scorer): part.scorer for part in others if hasattr(part, "scorer")}
         shard_all(main, list(scorers.values()), mesh, offload=self.offload)
         return main, make(main)
+
+
+class ShardedCheckpoints(Checkpoints):
+    """Checkpoints of which each rank writes and hashes its part; a single rank writes all."""
+
+    def write_tensors(self, part: Path) -> dict[str, Any]:
+        """Write this rank's part of all tensors; return the hashes of all ranks."""
+        if self.runtime.ranks == 1:
+            return super().write_tensors(part)
+        groups = tensors_of(self.policy.scorer, self.optimizer)
+        groups |= {"critic": self.critic(), "reference": self.reference.state_dict()}
+        named = {f"{g}/{name}": t.detach() for g in groups for name, t in groups[g].items()}
+        self.runtime.accelerator.wait_for_everyone()  # rank 0 has emptied the folder
+        hashed = write_shards(named, part / SHARDS, rank=self.runtime.rank)
+        return {name: entry for each in self.runtime.gather(hashed) for name, entry in each.items()}
+
+
+def tensors_of(scorer: Scorer, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """Return a rank's weights and optimiser state by name; a master is the weight itself."""
+    moments = moments_of(optimizer, scorer)
+    weights = names_in_scorer(scorer, weights_of(scorer).tensors())
+    alone = {name: w for name, w in weights.items() if f"{name}/master" not in moments}
+    return {"weights": alone, "optimizer": moments}
 
 
 def make_mesh(device: str, ranks: int, shards: int | None = None) -> DeviceMesh:

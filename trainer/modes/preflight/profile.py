@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from tensordict import TensorDictBase
 
-from trainer.checkpoint import gather_moments
+from policies.protocols import Policy
 from trainer.runtime import peak_memory
 from trainer.trainer import Trainer
 from trainer.weight_sync import weight_sync
@@ -92,7 +92,7 @@ def profile(loop: Trainer, number: int) -> Iteration:
 
 
 def profile_rest(loop: Trainer) -> dict[str, Phase]:
-    """Play a batch of the evaluation and gather a checkpoint; measure both."""
+    """Play a batch of the evaluation and gather the final model; measure both."""
     phases: dict[str, Phase] = {}
     phase = partial(measure, phases, loop.runtime.device)
     if loop.evaluate.plans:
@@ -100,10 +100,14 @@ def profile_rest(loop: Trainer) -> dict[str, Phase]:
         few.beside = None
         few.rows = few.rows[: few.prompts_per_batch * loop.runtime.ranks]
         phase("evaluation", lambda: few(0))
-    if loop.checkpoints.every or loop.checkpoints.on_stop:
-        gather = partial(gather_moments, loop.checkpoints.optimizer, loop.policy)
-        phase("gathering a checkpoint", lambda: gather(fill=loop.runtime.is_main))
+    phase("gathering the model", lambda: gather(loop.policy, fill=loop.runtime.is_main))
     return phases
+
+
+def gather(policy: Policy, *, fill: bool) -> None:
+    """Gather the full tensors of the final model, as rank 0 writes them."""
+    with policy.scorer.placement.full_tensors(fill=fill):
+        pass
 
 
 def measure(
