@@ -4,6 +4,7 @@ Also a script for torchrun, see `start`. A folder has model/, many/<case> of sev
 see `prepare`.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from contracts import make_policy
 from invariance import ALGORITHMS, WORDS, Pairs
 from omegaconf import OmegaConf
 from runs import ROOT, environment
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -186,9 +188,49 @@ def start(
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all that a checkpoint or a model holds, by file and name."""
-    files = {path.relative_to(folder): load_file(path) for path in folder.rglob("*.safetensors")}
+    """Return all that a checkpoint or a model holds, by file and name.
+
+    What ranks saved in parts has the files and names of a single rank.
+    """
+    paths = [path for path in folder.rglob("*.safetensors") if path.parent.name != "shards"]
+    files = {path.relative_to(folder): load_file(path) for path in paths}
+    for shards in folder.rglob("shards"):
+        at = shards.parent.relative_to(folder)
+        for name, tensor in joined(shards).items():
+            for file, named in ordinary(name, tensor).items():
+                files.setdefault(at / file, {}).update(named)
     return {f"{file}:{name}": t for file, named in files.items() for name, t in named.items()}
+
+
+def joined(folder: Path) -> dict[str, Tensor]:
+    """Return full tensors of parts that follow each other."""
+    parts: dict[str, dict[tuple, Tensor]] = {}
+    for path in folder.iterdir():
+        with safe_open(path, "pt") as file:
+            places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name in file.keys():  # noqa: SIM118
+                first = tuple(places[name]["saved_offsets"])
+                parts.setdefault(name, {})[first] = file.get_tensor(name)
+    for name, each in parts.items():
+        assert all(not any(first[1:]) for first in each), f"{name} has parts of columns"
+    rows = {name: [each[first] for first in sorted(each)] for name, each in parts.items()}
+    return {name: torch.cat(each) if each[0].ndim else each[0] for name, each in rows.items()}
+
+
+def ordinary(name: str, tensor: Tensor) -> dict[str, dict[str, Tensor]]:
+    """Return a tensor of parts by the file and the name that one rank has for it."""
+    group, _, name = name.partition("/")
+    plain = name.removeprefix("model.")
+    if group == "weights" and ".lora_" in name:
+        plain = f"base_model.model.{plain.replace('.default.', '.')}"
+        return {"adapter/adapter_model.safetensors": {plain: tensor}}
+    if group == "weights":
+        return {"model/model.safetensors": {plain: tensor}}
+    found = {f"{group}.safetensors": {name: tensor}}
+    if name.startswith("model.") and name.endswith("/master"):
+        weight = plain.removesuffix("/master")
+        found["model/model.safetensors"] = {weight: tensor.bfloat16()}
+    return found
 
 
 def far(got: dict[str, Tensor], want: dict[str, Tensor], part: str = "") -> float:

@@ -90,10 +90,11 @@ def two(tmp_path_factory) -> Path:
 
 
 FILES = ("model/model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json")
+DAMAGED = {damage.__name__: damage for damage in (flip, cut, Path.unlink)}
 DAMAGES = {
-    f"{file}: {damage.__name__}": lambda folder, file=file, damage=damage: damage(folder / file)
+    f"{file}: {name}": lambda folder, file=file, damage=damage: damage(folder / file)
     for file in FILES
-    for damage in (flip, cut, Path.unlink)
+    for name, damage in DAMAGED.items()
 } | {  # and what looks like a checkpoint, hashes right
     "other weights": lambda folder: shutil.copy(folder / FILES[0], folder / "model/z.safetensors"),
     "no weights": lambda folder: shutil.rmtree(folder / "model") or sealed(folder),

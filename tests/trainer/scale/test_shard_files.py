@@ -1,0 +1,62 @@
+"""Checkpoints in parts: what any number of ranks reads is what the ranks that saved it had."""
+
+import shutil
+from pathlib import Path
+
+import part_files
+import pytest
+import torch
+from contracts import make_policy
+from runs import ROOT
+from safetensors.torch import load_file
+from sharded import ranks_of, start
+from test_checkpoint import DAMAGED, make
+
+from trainer.checkpoint import SHARDS
+
+pytestmark = pytest.mark.runs
+WAYS = ("2 fsdp2", "1 ddp", "2 ddp", "4 fsdp2")
+SCRIPT = (str(ROOT / "tests/support/part_files.py"),)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    at = tmp_path_factory.mktemp("parts")
+    for way in ("2 fsdp2", *WAYS):  # the first saves
+        start(at, *ranks_of(way), [], SCRIPT)
+    return at
+
+
+@pytest.mark.parametrize("case", part_files.CASES)
+@pytest.mark.parametrize("way", WAYS)
+def test_any_ranks_restore_weights_and_moments_to_the_bit(case, way, place):
+    saved, got = (load_file(place / case / f"{name}.safetensors") for name in ("saved", way))
+    if case == "lora":  # the base is the model's, not the checkpoint's
+        saved, got = ({n: t for n, t in all_.items() if "lora_" in n} for all_ in (saved, got))
+    keys = {name.rpartition("/")[2] for name in saved}
+    assert keys >= {"weight", "step", "exp_avg", "exp_avg_sq"}
+    assert ("master" in keys) == (case == "bfloat16")
+    assert got.keys() == saved.keys()
+    assert all(torch.equal(got[name], saved[name]) for name in saved)
+    assert {name: t.dtype for name, t in got.items()} == {n: t.dtype for n, t in saved.items()}
+
+
+@pytest.mark.parametrize("way", ["2 fsdp2", "4 fsdp2"])
+def test_no_rank_has_a_full_copy_of_the_weights(way, place):
+    """In memory at a time: one saved part of a weight, and what copies it."""
+    size = sum(p.nbytes for p in make_policy.__wrapped__().scorer.parameters())
+    for path in (place / "float32").glob(f"{way} * bytes"):
+        peak, largest = map(int, path.read_text().split())
+        assert 0 < peak <= largest < size / 2
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_part_that_is_damaged_or_missing_is_noticed(damage, place, tmp_path):
+    shutil.copytree(place / "float32" / "checkpoints", tmp_path / "checkpoints")
+    _, _, found = make(tmp_path)
+    (folder,) = found.folder.iterdir()
+    assert found.newest() == folder
+    second = max((folder / SHARDS).glob("*.safetensors"))
+    DAMAGED[damage](second)
+    with pytest.raises(ValueError, match="iteration_000001"):
+        found.newest()
