@@ -185,7 +185,7 @@ def _dummy(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 def _plain(p: Any, dtype: torch.dtype, *, fill: bool) -> nn.Parameter:
     full = p.detach().full_tensor()
-    value = full.to("cpu", dtype, copy=True) if fill else torch.empty(0, dtype=dtype)
+    value = full.to("cpu", dtype) if fill else torch.empty(0, dtype=dtype)
     return nn.Parameter(value, requires_grad=p.requires_grad)
 
 

@@ -47,7 +47,7 @@ class Floats(Ledger):
         self.before = self.now
 
     def _add(self, tensor: Any) -> None:
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and not tensor.is_meta:
             super()._add(tensor)
 
 

@@ -135,6 +135,6 @@ def test_idle_groups_memory_and_a_full_disk_are_problems(tmp_path, capsys, monke
     assert int(found[1]) == round((3 * 3 * model + model) / 2**20)  # one more while it is written
     for remedy in ("algorithm.group_size", "output_dir=", "trainer.micro_batch_tokens"):
         assert remedy in printed
-    for name in ("generate", "score", "update", "evaluation", "gathering a checkpoint"):
+    for name in ("generate", "score", "update", "evaluation", "gathering the model"):
         assert re.search(rf"^  {name} +\d+ MiB +\d+ MiB$", printed, re.M), printed
     assert "the largest trainer.micro_batch_tokens that fits: 0\n" in printed

@@ -13,6 +13,7 @@ from policies.decoding import GROWTH, LOGITS
 from policies.load import weights_of
 from policies.models.fast.layers import replace_layers
 from policies.models.find import find_model, load_model
+from policies.models.shard_files import COPIES
 from policies.scorer import Scorer
 from trainer.optimizer import make_optimizer
 from trainer.scale.dry_run.cluster import Figures, Rank, measure
@@ -68,9 +69,11 @@ def test_a_rank_of_four_holds_and_sends_what_the_weights_say(folder):
     assert found.gathered is not None
     assert found.gathered + 4 * OUTSIDE < found.evaluation < found.gathered + 3 * size
     largest = 4 * VOCABULARY * WIDTH
-    assert found.resident + largest <= found.checkpoint <= found.resident + 3 * largest
-    assert found.host == pytest.approx(4 * size, abs=few)
-    assert found.saved == pytest.approx(3 * size, abs=few)
+    assert found.resident + largest <= found.model <= found.resident + 3 * largest
+    assert found.hosts["loading"] == pytest.approx(4 * size, abs=few)
+    assert found.hosts["resuming"] == pytest.approx(4 * size + largest, abs=few), "4 quarters"
+    assert found.hosts["a checkpoint"] == pytest.approx(COPIES * 3 * size, abs=4 * few)
+    assert found.hosts["the final model"] == pytest.approx(size, abs=few)
 
 
 @pytest.mark.parametrize("word", ["policy.dtype=bfloat16", "policy.lora.r=4"])
@@ -101,7 +104,7 @@ def test_ranks_that_load_the_dtype_of_the_file_share_its_pages(dtype, copies, fo
         assert name.endswith("model.safetensors") == (copies == 1)
     size = sum(p.nbytes for p in model.parameters())
     found = figures(*WORDS, folder, *FSDP2, f"policy.dtype={dtype}")
-    assert found.host == pytest.approx(copies * size, rel=0.01)
+    assert found.hosts["loading"] == pytest.approx(copies * size, rel=0.01)
 
 
 @pytest.mark.runs
@@ -196,7 +199,7 @@ def test_large_models(words, held, step, whole, gathered, reduced, host):
         max(found.update, found.step),
         found.gathered,
         *found.sent.values(),
-        found.host,
+        found.hosts["loading"],
     )
     expected = (held, step, whole, gathered, reduced, host)
     assert [size / 2**30 for size in sizes if size] == pytest.approx(expected, rel=0.03)

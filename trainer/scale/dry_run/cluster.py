@@ -14,7 +14,6 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,17 +28,19 @@ from policies.load import cast_layers, compute_again, frozen_copy
 from policies.models import lora
 from policies.models.fast.layers import replace_layers
 from policies.models.find import EMBEDDED, TINY, find_model, has_adapter, quiet, readable
-from policies.models.sharding import ShardedScorer
+from policies.models.shard_files import COPIES, FILE
+from policies.models.sharding import ShardedScorer, local_bytes
+from policies.models.weights import full
 from policies.scorer import Placement, Scorer
 from policies.token_distribution import score_columns
-from trainer.checkpoint import gather_moments
 from trainer.modes.preflight.costs import FULL, gib, note_casts
 from trainer.modes.preflight.profile import Findings
 from trainer.runtime import Runtime
 from trainer.scale.dry_run.ledger import Ledger, by_shapes, rank_of
-from trainer.scale.shards import make_mesh, shard_all
+from trainer.scale.shards import make_mesh, shard_all, tensors_of
 
 NODE = 8  # GPUs of a node, at most
+CARD = 3 * 2**30  # bytes that torch does not get: CUDA's context, NCCL's buffers, the card's own
 FAR = 16  # times the micro-batch: the peak is a maximum of lines, so nearer sizes may miss one
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 NAMES += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
@@ -61,9 +62,8 @@ class Figures:
     gathered: int | None  # while the whole policy is gathered to sample; None: it does not sample
     cache: int  # of a sampled row: keys, values and logits
     evaluation: int  # peak while the reference scores
-    checkpoint: int  # peak while rank 0 gathers
-    host: int  # host memory of a node while its ranks load
-    saved: int  # host memory of rank 0 for a checkpoint
+    model: int  # peak while rank 0 gathers the final model
+    hosts: dict[str, int]  # host memory of a node, by what needs it
 
 
 def run(parts: Any, settings: dict[str, Any], folder: Path) -> float:
@@ -186,12 +186,32 @@ class Rank:
                 inside(scorer, partial(log_probs, scorer, layout))
         return self.ledger.peak
 
-    def save(self) -> int:
-        """Gather what a checkpoint has of the optimizer; return the peak of bytes."""
+    def gather(self) -> int:
+        """Gather the final model one weight at a time; return the peak of bytes."""
         self.ledger.restart()
-        policy: Any = SimpleNamespace(scorer=self.scorer)
-        gather_moments(self.optimizer, policy)
+        half = self.scorer.placement.half
+        for p in self.scorer.model.parameters():
+            full(p.detach()).to("cpu", half or p.dtype, copy=True)
         return self.ledger.peak
+
+    def hosts(self, copies: int, ranks: int, *, sharded: bool) -> dict[str, int]:
+        """Return the bytes on a node's host of `ranks` that load, resume and write.
+
+        copies: how often the host has the weights that its ranks load.
+        """
+        parts = [
+            t for group in tensors_of(self.scorer, self.optimizer).values() for t in group.values()
+        ]
+        sizes, loading = [local_bytes(part) for part in parts], self.loaded * copies
+        if not sharded:
+            return {
+                "loading": loading,
+                "resuming": loading + sum(sizes),
+                "a checkpoint": sum(sizes),
+            }
+        written = COPIES * min(FILE + max(sizes), sum(sizes))
+        resuming = loading + ranks * max(sizes)  # a part of a weight at a time
+        return {"loading": loading, "resuming": resuming, "a checkpoint": ranks * written}
 
 
 def make_reference(
@@ -244,7 +264,9 @@ def measure(parts: Any, settings: dict[str, Any]) -> Figures:
         once, calls, sent = rank.backward(rows, tokens), dict(ledger.calls), dict(ledger.bytes)
         if rank.buckets:
             calls, sent = {"all-reduce": 1}, {"all-reduce": sum(b.nbytes for b in rank.buckets)}
-        checkpoint, moments = rank.save(), ledger.host
+        model, gathered_host = rank.gather(), ledger.host
+        node = min(ranks, NODE)
+        hosts = rank.hosts(copies_of(settings["policy"], node), node, sharded=sharded)
         alone = settings["policy"]["engine"] is None and settings["algorithm"]["rows"] == "prompts"
         with rank.scorer.placement.gather() if alone else nullcontext(), rank.scorer.precision():
             gathered, cache = ledger.now, row_bytes(rank.scorer.model, tokens)
@@ -253,15 +275,15 @@ def measure(parts: Any, settings: dict[str, Any]) -> Figures:
         weights=sum(p.numel() for p in weights), tokens=tokens, rows=rows, resident=resident,
         update=once, a_row=(large - once) // ((FAR - 1) * rows), step=rank.step_peak,
         calls=calls, sent=sent, gathered=gathered if alone else None, cache=int(cache),
-        evaluation=evaluation, checkpoint=checkpoint,
-        host=rank.loaded * copies_of(settings["policy"], ranks), saved=moments + rank.loaded,
+        evaluation=evaluation, model=model,
+        hosts=hosts | {"the final model": gathered_host},
     )  # fmt: skip
 
 
 def copies_of(policy: dict[str, Any], ranks: int) -> int:
-    """Return how often a host holds the weights that its ranks load; they share a file's pages."""
+    """Return how often a host of `ranks` holds the weights that they load, or share as pages."""
     mapped = read_config(policy["model"]).dtype == getattr(torch, policy["dtype"])
-    return 1 if mapped else min(ranks, NODE)
+    return 1 if mapped else ranks
 
 
 def tokens_of(settings: dict[str, Any]) -> int:
@@ -272,13 +294,14 @@ def tokens_of(settings: dict[str, Any]) -> int:
 
 
 def report(figures: Figures, settings: dict[str, Any], findings: Findings) -> None:
-    """Print the figures, and a problem for each that is above the GPU's memory."""
-    room, launch = settings["preflight_gpu"] * 2**30, settings["launch"]
+    """Print the figures, and a problem for each that is above the GPU's or the host's memory."""
+    launch, card = settings["launch"], settings["preflight_gpu"] * 2**30
+    room = max(card - CARD, 0)
     ranks, model = launch["num_processes"], settings["policy"]["model"]
     findings.section(
         "Dry run, from shapes alone: nothing runs on a GPU",
         f"{model}, {figures.weights / 1e9:.2f}e9 weights, launch={launch['strategy']}, "
-        f"GPUs: {ranks} of {gib(room)}",
+        f"GPUs: {ranks} of {gib(card)}, for torch {gib(room)}",
         f"a sequence has {figures.tokens} tokens, a micro-batch {figures.rows * figures.tokens}",
     )
     findings.section("Memory of rank 0's GPU")
@@ -294,11 +317,15 @@ def report(figures: Figures, settings: dict[str, Any], findings: Findings) -> No
         f"the largest trainer.micro_batch_tokens that fits: {max(most, 0) * figures.tokens}"
     )
     note_casts(settings["policy"], findings)
+    host = min(ranks, NODE) * card
     findings.section(
-        "Memory of the host",
-        f"{gib(figures.host)} a node of {min(ranks, NODE)} ranks while they load",
-        f"{gib(figures.saved)} of rank 0 for a checkpoint",
+        f"Memory of the host of {min(ranks, NODE)} ranks, taken to be {gib(host)}, that of its GPUs"
     )
+    for name, size in figures.hosts.items():
+        findings.say(f"{name:<30}{gib(size):>10}")
+        if size > FULL * host:
+            fewer = "policy.dtype of the file, or fewer ranks on a host"
+            findings.problem(f"{name}: {gib(size)} of the host's {gib(host)}; {fewer}")
     often = "an optimiser step" if launch["strategy"] == "ddp" else "a micro-batch"
     sent = (
         f"{name}: {gib(size)} in {figures.calls[name]} calls" for name, size in figures.sent.items()
@@ -317,4 +344,4 @@ def phases(figures: Figures) -> Iterator[tuple[str, int, str]]:
     if figures.gathered is not None:
         yield "whole policy, a sampled row", figures.gathered + figures.cache, served
     yield "evaluation", figures.evaluation, served
-    yield "gathering a checkpoint", figures.checkpoint, shards
+    yield "gathering the final model", figures.model, shards
