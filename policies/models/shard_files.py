@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from policies.files import hash_files, read_manifest
 from policies.load import weights_of
@@ -22,8 +27,8 @@ from policies.models.find import TAKE_CHECKPOINT, check_finite
 from policies.models.weights import check_base, local, misfit
 from policies.scorer import Scorer
 
-FILE = 2**29  # bytes; while a rank writes a file, its host holds up to `COPIES` times as much
-COPIES = 4  # the tensors, safetensors' two, and the page cache until it is flushed
+FILE = 2**29  # bytes; while a rank writes a file, its host has up to `COPIES` times as much
+COPIES = 3  # the tensors of a GPU, the bytes of each, and those of the file
 
 
 @torch.no_grad()
@@ -39,8 +44,8 @@ def write_shards(named: Mapping[str, Tensor], folder: Path, *, rank: int) -> dic
         numbers[name] = 1 + size // FILE
     options = {"save_distributed": True, "fqn_to_index_mapping": numbers}  # rank 0's counts
     with _error_of_a_rank():
-        writer = dcp.HuggingFaceStorageWriter(str(folder), **options)
-        dcp.save(dict(named), storage_writer=writer)
+        writer = HuggingFaceStorageWriter(str(folder), **options)
+        save(dict(named), storage_writer=writer)
     return hash_files(folder.glob(f"shard-{rank + 1:05d}-*"), folder.parent)
 
 
@@ -49,7 +54,7 @@ class ShardFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.reader = dcp.HuggingFaceStorageReader(str(folder))
+        self.reader = HuggingFaceStorageReader(str(folder))
         metadata: Mapping[str, Any] = self.reader.read_metadata().state_dict_metadata
         self.shapes = {
             name: torch.empty(one.size, dtype=one.properties.dtype, device="meta")
@@ -91,7 +96,7 @@ class ShardFiles:
         with warnings.catch_warnings(), _error_of_a_rank():
             # It says that a process alone is one.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            dcp.load(dict(targets), storage_reader=self.reader)
+            load(dict(targets), storage_reader=self.reader)
 
 
 def names_in_scorer(scorer: Scorer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

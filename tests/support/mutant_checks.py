@@ -27,6 +27,7 @@ from envs.rewards.rewarded import Rewarded
 from envs.tasks.task import Response, Task
 from envs.tools.sandbox import Sandbox
 from envs.torchrl.tools import Tool
+from policies.models import weights
 from policies.models.sharding import shard
 from policies.torchrl.transformers_wrapper import TransformersWrapper
 from trainer.modes.preflight.checks import check_rewards
@@ -188,9 +189,8 @@ def shards() -> None:
     )
     try:
         shard(policy.scorer, init_device_mesh("cpu", (1,)))
-        with policy.scorer.placement.full_tensors(keep=True), torch.no_grad():
-            for p in policy.scorer.parameters():
-                p.fill_(want)
+        for p in policy.scorer.parameters():
+            weights.put(p, torch.full(p.shape, want))
         assert all((p.full_tensor() == want).all() for p in policy.scorer.parameters())
     finally:
         torch.distributed.destroy_process_group()

@@ -303,7 +303,7 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
     "a sandbox without limits": without_limits,
     "a stale engine": nothing,
     "an engine's lost weights": nothing,
-    "shards restored as zeros": lambda f: lambda self, tensor, like: torch.zeros_like(like),
+    "shards restored as zeros": lambda f: lambda to, value: f(to, torch.zeros_like(value)),
     "preflight says it only": lambda f: lambda self, text, *, of_responses=False: self.say(text),
 }
 
@@ -426,7 +426,7 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("a sandbox without limits", checks.sandbox, "envs.tools.sandbox:Sandbox.__init__"),
     ("a stale engine", checks.stale_engine, "trainer.weight_sync:_check_arrived"),
     ("an engine's lost weights", checks.fresh_engine, "trainer.weight_sync:_check_unchanged"),
-    ("shards restored as zeros", checks.shards, "policies.models.sharding:Shards.scatter"),
+    ("shards restored as zeros", checks.shards, "policies.models.weights:put"),
     (
         "preflight says it only",
         checks.preflight,
