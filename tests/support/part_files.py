@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contracts import make_policy
 from safetensors.torch import save_file
 
 from policies.load import load_policy
-from policies.models.weights import full
+from policies.models.weights import full, put
 from trainer.checkpoint import Checkpoints
 from trainer.optimizer import make_optimizer
 from trainer.runtime import Runtime
@@ -24,15 +23,12 @@ CASES = ("float32", "bfloat16", "lora")
 
 
 def make(case: str) -> Any:
-    """Return a policy of a case whose weights differ between calls."""
-    if case == "float32":
-        policy = make_policy.__wrapped__()
-    else:
-        how = {"dtype": case} if case == "bfloat16" else {"lora": {"r": 2}}
-        policy = load_policy("tiny", **how)
+    """Return a policy of a case that is not as the model's files."""
+    how: dict[str, Any] = {"lora": {"lora": {"r": 2}}, "bfloat16": {"dtype": "bfloat16"}}
+    policy = load_policy("tiny", **how.get(case, {}))
     with torch.no_grad():
         for p in policy.scorer.parameters():
-            p.mul_(1.5) if p.requires_grad and p.any() else None
+            p.mul_(1.5 if p.requires_grad else 1)
     return policy
 
 
@@ -54,16 +50,9 @@ class Floats(Ledger):
 def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
     """Take a step with gradients that do not depend on the ranks."""
     generator = torch.Generator().manual_seed(seed)
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-            p.grad = torch.zeros_like(p)
-            if hasattr(p, "device_mesh"):
-                first = p.device_mesh.get_local_rank() * -(-p.shape[0] // p.device_mesh.size())
-                mine = p.grad.to_local()
-                mine.copy_(grad[first : first + len(mine)])
-            else:
-                p.grad.copy_(grad)
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        p.grad = torch.zeros_like(p)
+        put(p.grad, torch.randn(p.shape, generator=generator))
     optimizer.step()
     optimizer.zero_grad()
 

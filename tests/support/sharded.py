@@ -4,7 +4,6 @@ Also a script for torchrun, see `start`. A folder has model/, many/<case> of sev
 see `prepare`.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -22,7 +21,6 @@ from contracts import make_policy
 from invariance import ALGORITHMS, WORDS, Pairs
 from omegaconf import OmegaConf
 from runs import ROOT, environment
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,6 +28,7 @@ import train as script
 from conf.build import make_tracker
 from conf.compose import compose_checked, set_up
 from envs.tasks.task import Response, Reward
+from policies.models.shard_files import ShardFiles
 from trainer.checkpoint import save_model
 from trainer.observer import Observer, Observers
 from trainer.runtime import Runtime
@@ -203,18 +202,13 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def joined(folder: Path) -> dict[str, Tensor]:
-    """Return full tensors of parts that follow each other."""
-    parts: dict[str, dict[tuple, Tensor]] = {}
-    for path in folder.iterdir():
-        with safe_open(path, "pt") as file:
-            places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
-            for name in file.keys():  # noqa: SIM118
-                first = tuple(places[name]["saved_offsets"])
-                parts.setdefault(name, {})[first] = file.get_tensor(name)
-    for name, each in parts.items():
-        assert all(not any(first[1:]) for first in each), f"{name} has parts of columns"
-    rows = {name: [each[first] for first in sorted(each)] for name, each in parts.items()}
-    return {name: torch.cat(each) if each[0].ndim else each[0] for name, each in rows.items()}
+    """Return the full tensors of parts."""
+    files = ShardFiles(folder)
+    full = {name: torch.empty_like(like, device="cpu") for name, like in files.shapes.items()}
+    for group in ("weights", "critic", "reference", "optimizer"):
+        mine = {n.removeprefix(f"{group}/"): t for n, t in full.items() if n.startswith(group)}
+        files.read(group, mine)
+    return full
 
 
 def ordinary(name: str, tensor: Tensor) -> dict[str, dict[str, Tensor]]:
