@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +18,6 @@ from tempfile import TemporaryDirectory
 from trainer.kl import FRONTIER_FILE
 from trainer.kl.frontier import (
     ACCURACY,
-    EVAL_KL,
     EVAL_REWARD,
     MIN_KL,
     Curve,
@@ -31,8 +29,6 @@ from trainer.kl.frontier import (
 from trainer.pages.chart import Axis, Box, Chart, text_width
 from trainer.pages.summary import hydra_path
 from trainer.pages.sweep_jobs import (
-    DRIFT,
-    KL,
     REWARD,
     Job,
     Setting,
@@ -66,20 +62,16 @@ def draw_sweep(
     height: int,
     by: str = REWARD,
     frontier: Frontier | None = None,
-    sampler: bool = False,
 ) -> str:
     """Draw reward (or `by` a held-out metric) against KL, one labelled point per setting.
 
-    A held-out metric is drawn with its `frontier`, if known. With `sampler` the KL is to the
-    sampling policy.
+    A held-out metric is drawn with its `frontier`, if known.
     """
-    if sampler:
-        jobs = [_to_the_sampler(job) for job in jobs]
-    frontier = None if sampler or by == REWARD else frontier
+    frontier = None if by == REWARD else frontier
     placed = [setting for setting in grouped(jobs) if setting.spots(by)]
     if not placed:
         raise ValueError(f"expected a job with {by} and kl/ref_sequence, got none")
-    line, begin = pareto(placed, by), None if sampler else start(jobs, by)
+    line, begin = pareto(placed, by), start(jobs, by)
     named = ", ".join(key for key in varying(jobs) if key != "seed")
     notes = {
         f"labels: {named}": named,
@@ -89,17 +81,14 @@ def draw_sweep(
         "cross: before training": begin,
         "upper line: the best there is; diamonds: best of 2, 4 ... responses": frontier,
     }
-    title, unit = TITLES[by]
-    title = title.replace("reference", "sampler") if sampler else title
-    chart = Chart(title, unit, width=width, height=height)
+    chart = Chart(*TITLES[by], width=width, height=height)
     for text in textwrap.wrap("; ".join(n for n, holds in notes.items() if holds), width // 6):
         chart.top += 15
         chart.text(2, chart.top - 4, text)
     spots = [spot for setting in placed for spot in setting.spots(by)]
     kls, values = zip(*spots, *([begin] if begin else []), strict=True)
     lines = FrontierLines(frontier, by, most=max(kls)) if frontier else None
-    per = "token" if sampler else "response"
-    kl_axes(chart, max(kls), [*values, *(lines.range if lines else [])], per=per)
+    kl_axes(chart, max(kls), [*values, *(lines.range if lines else [])])
     taken: list[Box] = []  # points, bars and labels that no new label may cover
     if lines:
         taken += lines.draw(chart, LABELS[by])
@@ -145,12 +134,12 @@ def draw_run(run: Run, frontier: Frontier) -> str:
     return chart.svg()
 
 
-def kl_axes(chart: Chart, most: float, values: Sequence[float], *, per: str = "response") -> None:
+def kl_axes(chart: Chart, most: float, values: Sequence[float]) -> None:
     """Draw the axes of `values` against the KL, from 0 to `most` nats."""
     chart.axes(
         (0.0, max(most, 1e-3)),
         (min(values), max(values)),
-        x_label=f"KL, nats per {per} (square-root scale)",
+        x_label="KL, nats per response (square-root scale)",
         x_ticks=_root_ticks,
         warp=math.sqrt,
         inset=(12, 28),  # for the labels of the outermost points
@@ -196,13 +185,6 @@ class FrontierLines:
             element = f'<path {shape} style="fill:{HUE}"><title>{escape(tip)}</title></path>'
             chart.parts.append(element)
         return [_around(chart.x(bound), chart.y(value)) for _, bound, value in self.best]
-
-
-def _to_the_sampler(job: Job) -> Job:
-    """Return a copy of a job with the KL to the sampling policy."""
-    drift = job.reached[DRIFT]
-    kl = {KL: None if drift is None else max(drift, 0.0), EVAL_KL: None}
-    return replace(job, reached=job.reached | kl)
 
 
 def _around(x: float, y: float) -> Box:
