@@ -11,13 +11,12 @@ from typing import Any
 
 import yaml
 
-from trainer.kl.frontier import ACCURACY, EVAL_KL
-from trainer.pages import frontier_chart, panels, summary
+from trainer.kl import FRONTIER_FILE
+from trainer.pages import panels, summary
 from trainer.pages.chart import standalone
 from trainer.pages.formats import duration, leaves
 from trainer.pages.page import PATIENCE, write_page
 from trainer.pages.responses import select_responses
-from trainer.pages.sweep_jobs import find_frontier
 from trainer.runs.redact import redact
 from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run, number
 
@@ -77,6 +76,13 @@ def _values(run: Run, state: str) -> dict[str, Any]:
 
 def _frontier(run: Run) -> Iterator[panels.Figure]:
     """Draw the run below the optimal frontier, if the reference was sampled (mode=frontier)."""
+    places = (run.folder, *run.folder.resolve().parents[:3])
+    if not any((place / FRONTIER_FILE).is_file() for place in places):
+        return
+    from trainer.kl.frontier import ACCURACY, EVAL_KL  # few runs have a frontier
+    from trainer.pages import frontier_chart
+    from trainer.pages.sweep_jobs import find_frontier
+
     frontier = find_frontier(run.folder)
     if frontier is not None and (picture := frontier_chart.draw_run(run, frontier)):
         yield panels.Figure(picture, frontier_chart.caption(run, frontier), [ACCURACY, EVAL_KL])
