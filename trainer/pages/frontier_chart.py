@@ -97,7 +97,7 @@ def draw_sweep(
         _cross(chart, *begin)
     for setting in placed:
         _point(chart, setting, by, filled=setting in line)
-    _labels(chart, placed, by, others=[*spots, *([begin] if begin else [])])
+    _labels(chart, placed, by)
     return chart.svg()
 
 
@@ -187,10 +187,10 @@ def _cross(chart: Chart, kl: float, value: float) -> None:
 
 def _point(chart: Chart, setting: Setting, by: str, *, filled: bool) -> None:
     """Draw a point, `filled` if on the Pareto line, dashed if unfinished."""
-    (kl, value), spots = setting.place(by), setting.spots(by)
-    x, y, several = chart.x(kl), chart.y(value), ""
+    (kl, value), spots, several = setting.place(by), setting.spots(by), ""
+    x, y = _pixel(chart, (kl, value))
     if len(spots) > 1:  # bars: the range of the seeds in both directions
-        xs, ys = [chart.x(k) for k, _ in spots], [chart.y(v) for _, v in spots]
+        xs, ys = zip(*(_pixel(chart, spot) for spot in spots), strict=True)
         left, right, top, bottom = min(xs), max(xs), min(ys), max(ys)
         across = f"M{left} {y}H{right}M{left} {y - 3:g}v6M{right} {y - 3:g}v6"
         along = f"M{x} {bottom}V{top}M{x - 3:g} {bottom}h6M{x - 3:g} {top}h6"
@@ -205,22 +205,24 @@ def _point(chart: Chart, setting: Setting, by: str, *, filled: bool) -> None:
     chart.dot(kl, value, style, radius=4.5, tip=tip)
 
 
-def _labels(
-    chart: Chart, settings: Sequence[Setting], by: str, *, others: Sequence[tuple[float, float]]
-) -> None:
-    """Label points where neither points, `others` nor labels are; the rest have tooltips only.
+def _labels(chart: Chart, settings: Sequence[Setting], by: str) -> None:
+    """Label points where no point, bar or label is; the others have only their tooltips.
 
     Points at one pixel share a label.
     """
     texts: dict[tuple[float, float], list[str]] = {}  # by pixel
+    taken: list[Box] = []
     for setting in settings:
-        kl, value = setting.place(by)
-        pixel = (chart.x(kl), chart.y(value))
-        spot = next((spot for spot in texts if math.dist(spot, pixel) < 3), pixel)
+        x, y = _pixel(chart, setting.place(by))
+        xs, ys = zip(*(_pixel(chart, spot) for spot in setting.spots(by)), strict=True)
+        taken += [
+            (x - 6, y - 6, x + 6, y + 6),
+            (min(xs) - 1, y - 3, max(xs) + 1, y + 3),
+            (x - 3, min(ys) - 1, x + 3, max(ys) + 1),
+        ]
+        spot = next((spot for spot in texts if math.dist(spot, (x, y)) < 3), (x, y))
         state = "" if setting.finished else f" ({setting.state})"
         texts.setdefault(spot, []).append(setting.label + state)
-    marks = [*texts, *((chart.x(kl), chart.y(value)) for kl, value in others)]
-    taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in marks]
     for (x, y), names in texts.items():
         text = ", ".join(names)
         wide = text_width(text, size=12)
@@ -232,6 +234,10 @@ def _labels(
                 chart.text(left, base, text, style="value")
                 taken.append(box)
                 break
+
+
+def _pixel(chart: Chart, spot: tuple[float, float]) -> tuple[float, float]:
+    return chart.x(spot[0]), chart.y(spot[1])
 
 
 def _meet(box: Box, other: Box) -> bool:
