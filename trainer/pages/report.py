@@ -64,7 +64,6 @@ def _values(run: Run, state: str) -> dict[str, Any]:
         "notes": panels.notes_of(run, "error", "warn"),
         "explained": panels.notes_of(run, "info"),
         "tiles": summary.tiles(run),
-        "python_reward": summary.python_reward(run),
         "commands": _commands(run, state),
         "curves": curves,
         "more_curves": more,
@@ -98,7 +97,7 @@ def _left(run: Run) -> str:
 def _commands(run: Run, state: str) -> dict[str, str | None]:
     """Return the commands that repeat a run, chat with a finished one, or resume it."""
     folder = run.folder.resolve()
-    out = {"repeat": None if summary.python_reward(run) else summary.repeat_command(run)}
+    out: dict[str, str | None] = {"repeat": summary.repeat_command(run)}
     if state == "finished":
         out["chat"] = summary.chat_command(folder, run)
     elif state != "running":

@@ -83,7 +83,14 @@ def hydra_path(path: Path) -> str:
 
 
 def repeat_command(run: Run) -> str:
-    """Return the command that repeats a run in a new folder; "" if Hydra did not start it."""
+    """Return the command that repeats a run in a new folder.
+
+    "" if Hydra did not start it, or if a reward is a Python function, which no command can name.
+    """
+    rewards = dig(run.config, "env", "rewards")
+    for node in rewards.values() if isinstance(rewards, dict) else ():
+        if dig(node, "_target_") == "envs.rewards.Registered":
+            return ""
     hydra = read_yaml(run.folder / ".hydra" / "hydra.yaml").get("hydra")
     left_out = (*(f"{key}=" for key in PLACES), "hydra.")
     words = [word for word in run.words if not word.startswith(left_out)]
@@ -111,10 +118,3 @@ def _config_flags(hydra: Any) -> list[str]:
         flags.append(f"--config-name={name}")
     words = dig(hydra, "overrides", "hydra") or []
     return flags + [word for word in words if word.startswith("hydra.searchpath=")]
-
-
-def python_reward(run: Run) -> bool:
-    """Return whether a reward is a Python function, which no command line can name."""
-    rewards = dig(run.config, "env", "rewards")
-    nodes = rewards.values() if isinstance(rewards, dict) else ()
-    return any(dig(node, "_target_") == "envs.rewards.Registered" for node in nodes)

@@ -92,9 +92,6 @@ STREAMS = [  # what differs from a healthy run; the rule that speaks first, and 
     ),
     ({"reward__raw_mean": lambda i: 0.3 + noise(i)}, {"stalled": 40}),
     ({"reward__raw_mean": lambda i: 0.3 + min(i, 20) / 40 + noise(i)}, {}),
-    ({"memory": lambda i: 1 + 0.2 * i + noise(i) / 2, "free": 8.0}, {"memory_fills": 6}),
-    ({"memory": lambda i: 4 - 3 / i, "free": 8.0}, {}),  # the first batches
-    ({"memory": lambda i: 1 + 0.001 * i, "free": 8.0}, {}),
 ]
 
 
