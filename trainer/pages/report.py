@@ -46,17 +46,9 @@ def run_svg(folder: str | Path) -> str:
 def _values(run: Run, state: str) -> dict[str, Any]:
     """Return the values of the template."""
     responses = select_responses(run.folder / "transcripts.jsonl")
-    (first, more), changes = panels.shown(run), _changes(run)
-    curves = [*_frontier(run), *first]
-    parts = {
-        "Curves": curves,
-        "Responses": responses,
-        "Environment": True,
-        "Configuration": changes,
-    }
+    first, more = panels.shown(run)
     return responses | {
         "title": run.experiment,
-        "sections": [name for name, present in parts.items() if present],
         "status": run.status,
         "errors": sorted(f.name for f in (run.folder / "errors").glob("rank*.txt")),
         "left": _left(run),
@@ -65,10 +57,10 @@ def _values(run: Run, state: str) -> dict[str, Any]:
         "explained": panels.notes_of(run, "info"),
         "tiles": summary.tiles(run),
         "commands": _commands(run, state),
-        "curves": curves,
+        "curves": [*_frontier(run), *first],
         "more_curves": more,
         "folder": str(run.folder.resolve()),
-        "changes": changes,
+        "changes": _changes(run),
         "config": run.config and yaml.safe_dump(redact(run.config), sort_keys=False, width=100),
     }
 
