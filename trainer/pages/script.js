@@ -167,12 +167,10 @@
   const key = "leash " + location.pathname;
   const folds = [...document.querySelectorAll("details")];
   const name = (fold) => fold.querySelector("summary").textContent;
-  const picks = [...document.querySelectorAll(".tabs input")];
   const scrolled = () => [...document.querySelectorAll(".scroll")];
   const kept = JSON.parse(store((s) => s.getItem(key)) || "null");
   if (kept) {
     store((s) => s.removeItem(key));
-    picks.forEach((pick, i) => { pick.checked ||= i === kept.pick; });
     folds.forEach((fold) => { fold.open = kept.open.includes(name(fold)); });
     for (const head of heads) {
       const how = kept.sorted[head.textContent];
@@ -192,11 +190,10 @@
     if (from !== null || !getSelection().isCollapsed || document.activeElement?.type === "search") return setTimeout(again, 1000);
     const open = folds.filter((fold) => fold.open).map(name);
     const sorted = Object.fromEntries(heads.map((h) => [h.textContent, h.getAttribute("aria-sort")]));
-    const pick = picks.findIndex((one) => one.checked);
     const x = scrolled().map((e) => e.scrollLeft);
     const responses = document.getElementById("browser")?.told?.();
     const logs = [...plots.keys()].filter((i) => plots[i].log);
-    store((s) => s.setItem(key, JSON.stringify({y: scrollY, x, open, sorted, pick, responses, zoom, logs})));
+    store((s) => s.setItem(key, JSON.stringify({y: scrollY, x, open, sorted, responses, zoom, logs})));
     location.reload();
   };
   const count = () => document.querySelectorAll("[data-since]").forEach((e) => {

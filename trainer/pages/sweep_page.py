@@ -104,14 +104,11 @@ def _values(sweep: Sweep) -> dict[str, Any]:
 
 def _pictures(
     settings: Sequence[Setting], jobs: Sequence[Job], frontier: Frontier | None
-) -> dict[str, str]:
-    """Draw reward and held-out metrics against KL; buttons switch between them."""
-    by = {"reward": REWARD, "accuracy": ACCURACY, "held-out reward": EVAL_REWARD}
-    if frontier:  # its metrics come first
-        by["reward"] = by.pop("reward")
-    by = {name: metric for name, metric in by.items() if any(s.spots(metric) for s in settings)}
-    size = {"width": 420, "height": 320}
-    return {n: draw_sweep(jobs, by=m, frontier=frontier, **size) for n, m in by.items()}
+) -> list[str]:
+    """Draw reward and held-out metrics against KL, those of the frontier first."""
+    metrics = [ACCURACY, EVAL_REWARD, REWARD] if frontier else [REWARD, ACCURACY, EVAL_REWARD]
+    known = (metric for metric in metrics if any(s.spots(metric) for s in settings))
+    return [draw_sweep(jobs, width=380, height=300, by=m, frontier=frontier) for m in known]
 
 
 def _progress(sweep: Sweep) -> str:
