@@ -108,7 +108,7 @@ def _pictures(
     """Draw reward and held-out metrics against KL, those of the frontier first."""
     metrics = [ACCURACY, EVAL_REWARD, REWARD] if frontier else [REWARD, ACCURACY, EVAL_REWARD]
     known = (metric for metric in metrics if any(s.spots(metric) for s in settings))
-    return [draw_sweep(jobs, width=380, height=300, by=m, frontier=frontier) for m in known]
+    return [draw_sweep(jobs, width=420, height=320, by=m, frontier=frontier) for m in known]
 
 
 def _progress(sweep: Sweep) -> str:
