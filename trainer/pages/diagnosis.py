@@ -30,7 +30,7 @@ Values = dict[str, Any] | None
 
 @dataclass
 class Finding:
-    """The result of a rule. `level`: info, warn or error; `until`: iteration at which it ended."""
+    """The result of a rule. `level`: warn or error; `until`: iteration at which it ended."""
 
     rule: str
     level: str
@@ -157,12 +157,6 @@ def stalled(past: Past) -> Values:
     return {"name": name, "count": len(past.lines), **ends}
 
 
-def loss_near_zero(past: Past) -> Values:
-    """Explain a loss near 0: group advantages have mean 0 and the ratio is 1 at first."""
-    loss = past.last("loss/policy", 1)
-    return {} if loss and abs(loss[0]) <= 0.1 and past.last("reward/raw_mean", 1) else None
-
-
 def _error(first: Sequence[float], last: Sequence[float]) -> float:
     """Return the standard error of the difference of two means."""
     return (variance(first) / len(first) + variance(last) / len(last)) ** 0.5
@@ -221,10 +215,9 @@ class Diagnose(Observer):
             lines = read_lines(self._runtime.folder / "metrics.jsonl")
             self._diagnosis = Diagnosis(line for line in lines if line[ITERATION] < iteration)
         for finding in self._diagnosis.see(metrics):
-            if finding.level != "info":  # an explanation is only in the report
-                word, style = STYLES[finding.level]
-                self._everyone.say(f"{word} at iteration {iteration}: {finding.text}", style=style)
-                self._everyone.alert(finding.title, finding.text, error=finding.level == "error")
+            word, style = STYLES[finding.level]
+            self._everyone.say(f"{word} at iteration {iteration}: {finding.text}", style=style)
+            self._everyone.alert(finding.title, finding.text, error=finding.level == "error")
         notes = [asdict(finding) for finding in self._diagnosis.findings]
         if notes and notes != self._runtime.status.get("notes"):
             self._runtime.write_status(notes=notes)

@@ -88,13 +88,13 @@ def unhealthy(panel: Panel, run: Run) -> tuple[str, str] | None:
 
 def open_notes(run: Run) -> list[dict[str, Any]]:
     """List the open errors and warnings of a run."""
-    return [note for note in notes_of(run, "error", "warn") if note.get("until") is None]
+    return [note for note in notes_of(run) if note.get("until") is None]
 
 
-def notes_of(run: Run, *levels: str) -> list[dict[str, Any]]:
-    """List the findings of a run (diagnosis.py), by level."""
+def notes_of(run: Run) -> list[dict[str, Any]]:
+    """List the findings of a run (diagnosis.py), errors first."""
     notes = run.status.get("notes", [])
-    return [note for level in levels for note in notes if note["level"] == level]
+    return [note for level in ("error", "warn") for note in notes if note["level"] == level]
 
 
 def draw(panel: Panel, run: Run) -> str:
