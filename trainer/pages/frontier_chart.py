@@ -97,7 +97,8 @@ def draw_sweep(
         _cross(chart, *begin)
     for setting in placed:
         _point(chart, setting, by, filled=setting in line)
-    _labels(chart, placed, by)
+    marks = [(kl, value) for _, kl, value in lines.best] if lines else []
+    _labels(chart, placed, by, marks=[*marks, *([begin] if begin else [])])
     return chart.svg()
 
 
@@ -205,18 +206,20 @@ def _point(chart: Chart, setting: Setting, by: str, *, filled: bool) -> None:
     chart.dot(kl, value, style, radius=4.5, tip=tip)
 
 
-def _labels(chart: Chart, settings: Sequence[Setting], by: str) -> None:
-    """Label points where no point, bar or label is; the others have only their tooltips.
+def _labels(
+    chart: Chart, settings: Sequence[Setting], by: str, *, marks: Sequence[tuple[float, float]]
+) -> None:
+    """Label points where no point, bar, label or other mark is, else they have tooltips only.
 
     Points at one pixel share a label.
     """
     texts: dict[tuple[float, float], list[str]] = {}  # by pixel
-    taken: list[Box] = []
+    points = [_pixel(chart, spot) for spot in (*marks, *(s.place(by) for s in settings))]
+    taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
     for setting in settings:
         x, y = _pixel(chart, setting.place(by))
         xs, ys = zip(*(_pixel(chart, spot) for spot in setting.spots(by)), strict=True)
         taken += [
-            (x - 6, y - 6, x + 6, y + 6),
             (min(xs) - 1, y - 3, max(xs) + 1, y + 3),
             (x - 3, min(ys) - 1, x + 3, max(ys) + 1),
         ]
