@@ -46,30 +46,20 @@ def run_svg(folder: str | Path) -> str:
 def _values(run: Run, state: str) -> dict[str, Any]:
     """Return the values of the template."""
     responses = select_responses(run.folder / "transcripts.jsonl")
-    (first, more), changes = panels.shown(run), _changes(run)
-    curves = [*_frontier(run), *first]
-    parts = {
-        "Curves": curves,
-        "Responses": responses,
-        "Environment": True,
-        "Configuration": changes,
-    }
+    first, more = panels.shown(run)
     return responses | {
         "title": run.experiment,
-        "sections": [name for name, present in parts.items() if present],
         "status": run.status,
         "errors": sorted(f.name for f in (run.folder / "errors").glob("rank*.txt")),
         "left": _left(run),
         "rewrite": f"python -m trainer.pages {shlex.quote(str(run.folder.resolve()))}",
-        "notes": panels.notes_of(run, "error", "warn"),
-        "explained": panels.notes_of(run, "info"),
+        "notes": panels.notes_of(run),
         "tiles": summary.tiles(run),
-        "python_reward": summary.python_reward(run),
         "commands": _commands(run, state),
-        "curves": curves,
+        "curves": [*_frontier(run), *first],
         "more_curves": more,
         "folder": str(run.folder.resolve()),
-        "changes": changes,
+        "changes": _changes(run),
         "config": run.config and yaml.safe_dump(redact(run.config), sort_keys=False, width=100),
     }
 
@@ -98,7 +88,7 @@ def _left(run: Run) -> str:
 def _commands(run: Run, state: str) -> dict[str, str | None]:
     """Return the commands that repeat a run, chat with a finished one, or resume it."""
     folder = run.folder.resolve()
-    out = {"repeat": None if summary.python_reward(run) else summary.repeat_command(run)}
+    out: dict[str, str | None] = {"repeat": summary.repeat_command(run)}
     if state == "finished":
         out["chat"] = summary.chat_command(folder, run)
     elif state != "running":

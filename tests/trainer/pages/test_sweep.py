@@ -132,17 +132,6 @@ def test_unfinished_jobs_enter_neither_means_nor_the_line_and_seeds_are_one_poin
     assert sum("dasharray" in dot.attrib["style"] for dot in drawn.dots) == 1
 
 
-def test_a_sweep_that_leaves_its_sampler_is_drawn_against_the_kl_to_it_too(sweep):
-    title = "Accuracy against KL to the sampler"
-    assert title not in Page(write_sweep(sweep)).charts()
-    for coeff, drift in ((10, 0.25), (20, -0.5)):
-        line = {"eval/sampled_accuracy": coeff / 40, "kl/behaviour": drift}
-        write_lines(sweep / f"kl.coeff={coeff}", *[line] * 16)
-    drawn = Page(write_sweep(sweep)).charts()[title]
-    least = "20.0: accuracy 0.500, KL 0.000"  # an estimate below 0 is 0
-    assert drawn.tips == ["10.0: accuracy 0.250, KL 0.250", least]
-
-
 def test_the_command_takes_a_sweep_and_reports_unrelated_runs_one_by_one(sweep, tmp_path, capsys):
     write_job(tmp_path / "a" / "1", coeff=1.0)
     write_job(tmp_path / "b" / "2", coeff=1.0)
