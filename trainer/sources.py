@@ -19,8 +19,7 @@ from policies.padding import widen
 from policies.protocols import Generator
 from policies.random import fold
 from policies.scorer import placement_of
-from policies.token_distribution import named_mask
-from trainer.batch import BatchFunction
+from trainer.batch import BatchFunction, named_mask
 from trainer.collect import collect
 from trainer.metrics import idle_groups
 from trainer.runtime import Runtime

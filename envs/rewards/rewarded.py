@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from envs.rewards.compute import columns_hint, compute_rewards, error_location
-from envs.rewards.functions import Refused, RewardFunction, Score
+from envs.rewards.functions import RewardFunction, Score, SetupError
 from envs.tasks.task import Message, Response, Reward, Row, Split, Task, rewards_anything
 
 
@@ -102,7 +102,7 @@ class Rewarded(Task):
 
     def _tell(self, name: str, error: Exception, row: Row) -> None:
         """Raise an error that ends the run; warn of the first one that does not."""
-        if isinstance(error, Refused):
+        if isinstance(error, SetupError):
             raise ValueError(f"env.rewards.{name}: {error}") from error
         text = f"reward {name}: {type(error).__name__}: {error}"
         notes = "; ".join(getattr(error, "__notes__", ()))  # from another process
