@@ -9,6 +9,7 @@ Left out on purpose: texts or ragged rows as input, several samples of a prompt,
 policies/torchrl/ has these options of TorchRL's API.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,6 +126,10 @@ class ChatPolicy(TensorDictModuleBase):
     def at_temperature(self, temperature: float) -> Any:
         """Return this policy at another sampling temperature."""
         return self.get_new_version(limits=replace(self.limits, temperature=temperature))
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """Return the context of a rollout, in which each rank samples at its own pace."""
+        return nullcontext()
 
     def _set_model(self, model: Any) -> None:
         """Store the model, and the scorer that computes with it if the engine has one."""

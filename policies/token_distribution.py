@@ -12,13 +12,11 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from policies.models.fast.products import linear, mm
 
-NAMES = ("response", "assistant", "prompt", "attention")
 SLICE = 2**20  # logits at a time, over the kept tokens: 4 MB of float32; on a GPU 64 times that
 NARROWEST = 512  # columns at a time at least: products of fewer are slow
 LOWEST = -1e30  # logit of a token that a head lacks: a probability of 0, and finite
@@ -134,23 +132,6 @@ def score_columns(
     fixed = [(h, x.detach().to(h.dtype or h.weight.dtype)) for h, x in models]
     options = entropy or learn, learn, torch.is_grad_enabled(), mixture
     return _Sliced.apply(states, head.weight, head.bias, fixed, target, scales, *options)
-
-
-def named_mask(batch: TensorDictBase, name: str) -> Tensor:
-    """Return which tokens of trajectories a name means, [B, T].
-
-    response: what was sampled; prompt: of that what follows the last prompt, the last turn;
-    assistant: the assistant's messages, a data set's too; attention: all tokens.
-    """
-    if name not in NAMES:
-        raise ValueError(f"expected a mask among {NAMES}, got {name!r}")
-    if name != "prompt":
-        return batch.get(("masks", f"all_{name}_mask"))
-    sampled = batch.get(("masks", "all_response_mask"))  # [B, T]
-    begins = sampled.clone()
-    begins[:, 1:] &= ~sampled[:, :-1]
-    turn = begins.cumsum(-1)  # of each token, from 1
-    return sampled & (turn == turn[:, -1:])
 
 
 class _Sliced(torch.autograd.Function):

@@ -98,6 +98,14 @@ class Reference:
         return batch.set("ref_states", states)
 
     @torch.no_grad()
+    def join(self) -> None:
+        """Join the other ranks' forwards of a sharded reference, without a row of this rank."""
+        with self.scorer.placement.forwards(0) as count:
+            for _ in range(count):
+                ids = torch.zeros(1, 2, dtype=torch.int64, device=self.scorer.placement.device)
+                self.scorer(ids, torch.ones_like(ids).bool(), torch.zeros_like(ids).bool())
+
+    @torch.no_grad()
     def refresh(self, iteration: int) -> None:
         """Move towards the policy if `iteration` finished iterations are a multiple of `every`."""
         if self.every and iteration % self.every == 0:
@@ -128,6 +136,9 @@ class NoReference:
     def __call__(self, batch: TensorDictBase, *, keep_states: bool = False) -> TensorDictBase:
         """Return the batch."""
         return batch
+
+    def join(self) -> None:
+        """Do nothing."""
 
     def refresh(self, iteration: int) -> None:
         """Do nothing."""

@@ -14,11 +14,11 @@ import yaml
 from trainer.kl import FRONTIER_FILE
 from trainer.pages import panels, summary
 from trainer.pages.chart import standalone
-from trainer.pages.formats import duration, leaves
+from trainer.pages.formats import duration
 from trainer.pages.page import PATIENCE, write_page
 from trainer.pages.responses import select_responses
 from trainer.runs.redact import redact
-from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run, number
+from trainer.runs.run_files import ITERATION, PLACES, Run, dig, flatten, load_run, number
 
 PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
 TIME = "time/iteration_s"
@@ -105,7 +105,7 @@ def _changes(run: Run) -> list[list[str]]:
         return []
     nodes = (run.defaults["leash"], run.defaults["experiment"], run.config)
     leash, theirs, ours = (
-        {key: "null" if value is None else str(value) for key, value in leaves(redact(node))}
+        {key: "null" if value is None else str(value) for key, value in flatten(redact(node))}
         for node in nodes
     )
     follows = tuple(f"{k}." for k, value in (leash | theirs).items() if value.startswith("${"))

@@ -18,13 +18,13 @@ from typing import Any
 
 from trainer.kl import FRONTIER_FILE
 from trainer.kl.frontier import ACCURACY, EVAL_KL, EVAL_REWARD, Frontier, read_frontier
-from trainer.pages.formats import leaves, nats, one_line, short
+from trainer.pages.formats import nats, one_line, short
 from trainer.pages.summary import hydra_path, repeat_command
 from trainer.runs.discover import find_jobs
 from trainer.runs.folders import PLAN, program
 from trainer.runs.lock import is_free
 from trainer.runs.redact import redact, redact_text
-from trainer.runs.run_files import PLACES, Run, dig, is_sweep, load_run, number, read_yaml
+from trainer.runs.run_files import PLACES, Run, dig, flatten, is_sweep, load_run, number, read_yaml
 
 OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
 EFFICIENCY, DRIFT = "kl/efficiency", "kl/behaviour"
@@ -164,7 +164,7 @@ def gather(folders: Sequence[Path]) -> Sweep:
     names = [folder.resolve().name for folder in folders]
     names = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
     jobs = [_job(load_run(f), name) for f, name in zip(folders, names, strict=True)]
-    configs = [dict(leaves(redact(job.run.config))) | job.overrides for job in jobs]
+    configs = [dict(flatten(redact(job.run.config))) | job.overrides for job in jobs]
     keys = dict.fromkeys(key for job in jobs for key in job.overrides)
     differ = [key for key in keys if len({str(config.get(key, "-")) for config in configs}) > 1]
     gathered = []

@@ -10,8 +10,8 @@ from io import StringIO
 from typing import Any
 
 from policies.files import write_text
-from trainer.pages.formats import leaves
 from trainer.pages.trackers.mirror import Mirror
+from trainer.runs.run_files import flatten
 
 MLFLOW_ID = "mlflow_id.txt"  # of a run folder
 
@@ -49,7 +49,7 @@ class AccelerateTracker(Mirror):
         if self.first is None or not continued:
             values = {
                 key: value if isinstance(value, int | float) else str(value)
-                for key, value in leaves(self.about["config"])
+                for key, value in flatten(self.about["config"])
                 if key
             }  # of types that every service takes
             self._tracker.store_init_configuration(values)
