@@ -105,7 +105,6 @@ ON_CALL = {
     "policies/chats/containers.py": {"policies.torchrl.specs", "policies.torchrl.conversions"},
     "policies/chats/history.py": {"policies.torchrl.specs", "policies.torchrl.parsing"},
     "envs/tools/calling.py": {"policies.torchrl.specs"},
-    "envs/adapters/verifiers_env.py": {"envs.torchrl.tool_parsers"},
 }
 
 
