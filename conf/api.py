@@ -162,4 +162,9 @@ def _spelt(value: Any) -> str:
         return "{" + ",".join(f"{k}: {_spelt(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_spelt, value))}]"
-    return json.dumps(value)
+    try:
+        return json.dumps(value)
+    except TypeError:
+        text = f"expected keys to be numbers, texts, lists or dicts, got {value!r:.60}"
+        remedy = "put a function into a file and give {'_target_': 'my_file.name'}"
+        raise ValueError(f"{text}; {remedy} with allow_targets=True") from None

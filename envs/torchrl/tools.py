@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from envs.rewards.functions import SetupError
+from envs.tools.parsers import Parser, PatternParser, ToolCall
 from envs.tools.process import as_text
 from envs.tools.results import ToolTransformBase
-from envs.torchrl.tool_parsers import Parser, PatternParser, ToolCall
 
 
 @dataclass(frozen=True)

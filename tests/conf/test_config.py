@@ -217,10 +217,13 @@ def test_a_job_of_a_sweep_goes_on_with_the_date_of_its_start(old_run):
         job_config(old_run, config | {"date": "2024-07-27"})
 
 
-@pytest.mark.parametrize("word", ["eval.max_rows=4", "eval.temperature=0.5", "kl.coeff=1"])
+OF_THE_RUN = ("eval.max_rows=4", "eval.temperature=0.5", "kl.coeff=1", "env.match=words")
+
+
+@pytest.mark.parametrize("word", OF_THE_RUN)  # the last one is a key of some files only
 def test_resume_refuses_other_eval_rows_temperatures_and_coefficients(old_run, word):
-    with pytest.raises(ValueError, match=word.partition("=")[0]):
-        asked([f"resume={old_run}", word])
+    with pytest.raises(ValueError, match=f"{word.partition('=')[0]} cannot change here"):
+        asked(expand([f"resume={old_run}", word]))
 
 
 def test_resume_last_takes_the_newest_run_and_a_mode_the_newest_with_weights(old_run):

@@ -107,7 +107,6 @@ ON_CALL = {
         f"policies.torchrl.{name}" for name in ("specs", "parsing", "histories")
     },
     "envs/tools/calling.py": {"policies.torchrl.specs"},
-    "envs/adapters/verifiers_env.py": {"envs.torchrl.tool_parsers"},
 }
 
 

@@ -188,11 +188,10 @@ class Display(Observer):
         if self.folder is None:
             return
         near = self._near(self.folder)
-        if state != "finished":
-            text = summary.NOTHING if saved is None else f"saved at iteration {saved}; go on with: "
-            self.console.print(f"{text}{summary.resume_command(near)}")
-            return
         run = load_run(self.folder)
+        if state != "finished":
+            self.console.print(summary.stopped_line(near, run, saved))
+            return
         self.console.print(summary.summary_line(run))
         if not self.brief:
             places = {name: str(near / file) for name, file in _FILES.items()}

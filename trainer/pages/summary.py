@@ -73,13 +73,20 @@ def chat_command(folder: Path, run: Run) -> str | None:
     return None if rates else resume_command(folder, mode="chat")
 
 
-NOTHING = "nothing is saved: it ended before its first checkpoint; begin again with: "
-
-
 def resume_command(folder: Path, *, mode: str = "") -> str:
     """Return the command that resumes a run, or runs another mode on its model."""
     prefix = f"mode={mode} " if mode else ""
     return f"{shlex.join(program())} {prefix}resume={shlex.quote(hydra_path(folder))}"
+
+
+def stopped_line(folder: Path, run: Run, saved: int | None) -> str:
+    """Return the iteration that a stopped run saved, if any, and the command to go on."""
+    nothing = "nothing is saved: it ended before its first checkpoint"
+    text = nothing if saved is None else f"saved at iteration {saved}"
+    if python_reward(run):
+        return f"{text}; call conf.api.train again: no command line names its reward"
+    how = "begin again" if saved is None else "go on"
+    return f"{text}; {how} with: {resume_command(folder)}"
 
 
 def hydra_path(path: Path) -> str:

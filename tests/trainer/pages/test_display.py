@@ -103,6 +103,14 @@ def test_a_terminal_shows_what_goes_on_below_a_bar_and_results_for_good(terminal
     assert f"resume={tmp_path}" in plain(terminal.getvalue())
 
 
+def test_a_stopped_run_whose_reward_is_a_python_function_prints_no_command(terminal, tmp_path):
+    reward = "{_target_: envs.rewards.Registered, name: mine}"  # of conf.api.train
+    (tmp_path / "config.yaml").write_text(f"env: {{rewards: {{mine: {reward}}}}}")
+    begun(2, folder=tmp_path, file=terminal).end("preempted", saved=None)
+    assert "conf.api.train" in plain(terminal.getvalue())
+    assert "resume=" not in plain(terminal.getvalue())
+
+
 def test_a_stop_is_answered_at_once(terminal, capfd, monkeypatch):
     display = begun(2, file=terminal)
     display.stopping()
