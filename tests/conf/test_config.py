@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from refusals import refusal
-from runs import ROOT, asked, environment
+from support.runs import ROOT, asked, environment, refusal
 
 from conf.cli import expand
 from conf.compose import compose_checked

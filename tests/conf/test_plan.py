@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import Copy, beside
-from runs import ROOT, SMALL, metrics, train
+from support.engines import Copy, beside
+from support.runs import ROOT, SMALL, metrics, train
 
 from conf.compose import compose_checked
 from conf.plan import plan
@@ -280,7 +280,7 @@ def test_a_run_of_parts_of_a_users_own_only(tmp_path: Path):
         f"optimizer._target_={HERE}.SignDescent", "optimizer.lr=1e-4",
         f"policy.engine={{_target_: {HERE}.copy_engine, tolerance: 1e-3}}",
     ]  # fmt: skip
-    tests = os.pathsep.join([str(Path(__file__).parent), str(ROOT / "tests/support")])
+    tests = os.pathsep.join([str(Path(__file__).parent), str(ROOT / "tests")])
     done = train("--config-dir", str(tmp_path), *words, PYTHONPATH=tests)
     assert done.code == 0, done.text
     _, *rows = metrics(tmp_path / "run")

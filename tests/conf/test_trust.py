@@ -5,8 +5,7 @@ import os
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from refusals import refusal
-from runs import asked
+from support.runs import asked, refusal
 
 from conf.compose import compose_checked, hide_secrets
 from trainer.pages.trackers.jsonl import JsonlTracker

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from specification_rows.containers import generated
-from specification_rows.kl import Collector, gen, ref
-from specification_rows.kl_reward import own_ray, ragged, tokens_ref
+from support.wrappers import Collector, gen, generated, own_ray, ragged, ref, tokens_ref
 from tensordict import TensorDict
 
 from envs import ChatEnv, TransformedEnv

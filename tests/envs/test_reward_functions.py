@@ -14,9 +14,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from contracts import Words, make_policy, one_process, prompts
-from processes import gone
-from reward_cases import behave, needs_level
+from support.policies import make_policy, one_process, prompts
+from support.runs import gone
+from support.tasks import Words
+from support.workers import behave, needs_level
 
 from conf.build import make_task
 from conf.compose import compose_checked

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import Dataset
-from runs import ROOT
+from support.runs import ROOT
 
 from envs.chat_rows import load_chats
 from envs.shapes import SHAPES

@@ -5,8 +5,9 @@ import math
 from collections import Counter
 
 import pytest
-from contracts import Words, make_policy, one_process
-from uneven_chats import data
+from support.chats import data
+from support.policies import make_policy, one_process
+from support.tasks import Words
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 from envs.chat_env import ChatEnv

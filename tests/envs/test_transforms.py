@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from contracts import Words, make_wrapper, prompts
+from support.policies import make_wrapper, prompts
+from support.tasks import Words
 from tensordict import TensorDict
 
 from envs import ChatEnv, Composite, EnvBase, NonTensor, TransformedEnv, Unbounded, check_env_specs

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from runs import ROOT, asked, lines, train_here
+from support.runs import ROOT, asked, lines, train_here
 
 import trainer
 from conf import schema

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from runs import ROOT
+from support.runs import ROOT
 
 LAYERS = ("policies", "envs", "trainer")  # each may import those before it
 PACKAGES = ("policies", "envs", "envs.rewards", "envs.tasks", "envs.tools", "envs.transforms")

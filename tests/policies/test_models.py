@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
 from huggingface_hub import constants
-from models_table import write_checkpoint
 from safetensors.torch import load_file, save_file
+from support.checkpoints import make_checkpoint
+from support.models_table import write_checkpoint
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

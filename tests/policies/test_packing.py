@@ -5,10 +5,10 @@ tests/policies/test_scorer.py compares packed scores and their gradients with pl
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from contracts import make_wrapper
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.checkpoints import make_checkpoint
+from support.policies import make_wrapper
 from tensordict import TensorDict, lazy_stack
 from transformers import MistralConfig, MistralForCausalLM
 

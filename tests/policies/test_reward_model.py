@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from contracts import one_process
-from runs import train_here
+from support.checkpoints import make_checkpoint
+from support.policies import one_process
+from support.runs import train_here
 from tensordict import TensorDict
 from transformers import AutoModel, AutoModelForSequenceClassification
 

@@ -7,9 +7,9 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from contracts import padded_left, rollout
-from models_table import write_checkpoint
-from steps import Record, double_policy, gradient, make_update
+from support.models_table import write_checkpoint
+from support.policies import padded_left, rollout
+from support.updates import Record, double_policy, gradient, make_update
 from tensordict import TensorDict
 from torch import Tensor
 

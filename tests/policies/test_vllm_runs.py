@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from runs import lines, train
+from support.runs import lines, train
 
 from policies.engines.vllm_policy import make_vllm_generator
 from policies.load import load_policy

@@ -10,8 +10,10 @@ import math
 
 import pytest
 import torch
-from contracts import Words, make_wrapper, plain_log_probs
-from contracts import prompts as env_prompts
+from support.chats import CHATS, SPOKEN, TEXTS, prompts, same, scoring, sequences, spoken
+from support.policies import make_wrapper, plain_log_probs
+from support.policies import prompts as env_prompts
+from support.tasks import Words
 from tensordict import TensorDict
 from transformers import (
     LogitsProcessorList,
@@ -21,7 +23,6 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from wrapped import CHATS, SPOKEN, TEXTS, prompts, same, scoring, sequences, spoken
 
 from envs.chat_env import ChatEnv
 from policies.load import load_policy, load_reference

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contracts import make_policy
+from support.policies import make_policy
 
 from policies.cache import write_manifest
 from trainer.checkpoint import FORMAT, Checkpoints

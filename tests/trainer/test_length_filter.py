@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from runs import metrics, train_here
+from support.runs import metrics, train_here
 
 from policies.chats.renderer import Renderer
 from policies.models.find import find_model, load_tokenizer

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from contracts import G, Words, make_policy
-from engines import Copy
-from runs import lines, metrics
-from small_runs import IN_EVALUATION_2, IN_ITERATION_2, Counted, crash, stop, train
+from support.engines import Copy
+from support.policies import G, make_policy
+from support.runs import lines, metrics
+from support.small_runs import IN_EVALUATION_2, IN_ITERATION_2, Counted, crash, stop, train
+from support.tasks import Words
 from tensordict import TensorDictBase
 from torch import Tensor
 

@@ -4,8 +4,7 @@ import signal
 import sys
 
 import pytest
-from refusals import refusal
-from runs import train_here
+from support.runs import refusal, train_here
 
 from envs.tasks import Response, Verifiers
 from envs.tasks.task import assistant, user

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from contracts import Words, make_policy
 from hypothesis import given
 from hypothesis import strategies as st
-from pages import Page, Picture, write_lines, write_status, write_words
-from runs import lines
-from small_runs import IN_ITERATION_2, Counted, Unjudged, stop, train
+from support.pages import Page, Picture, write_lines, write_status, write_words
+from support.policies import make_policy
+from support.runs import lines
+from support.small_runs import IN_ITERATION_2, Counted, Unjudged, stop, train
+from support.tasks import Words
 
 from envs.tasks.task import Response
 from trainer.kl import FRONTIER_FILE

@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 import torch
-from contracts import G, leash, one_process, scaled
-from invariance import ALGORITHMS, planned, step
-from steps import Record, kept_log_probs, make_update
+from support.invariance import ALGORITHMS, planned, step
+from support.policies import G, leash, one_process, scaled
+from support.updates import Record, kept_log_probs, make_update
 from tensordict import TensorDict
 from torch import Tensor
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
-from runs import asked
-from runs import train as train_by_command
+from support.runs import asked
+from support.runs import train as train_by_command
 
 import train
 from policies.load import load_policy

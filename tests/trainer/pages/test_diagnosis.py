@@ -6,7 +6,7 @@ import math
 import re
 
 import pytest
-from pages import recorded
+from support.pages import recorded
 from test_structure import DOCUMENTED, METRICS
 
 from trainer.observer import Observer
