@@ -1,6 +1,7 @@
 """S3, second part: KLRewardTransform, and the transforms in a Ray actor."""
 
 import copy
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from support.wrappers import (
     charged,
     gen,
     generated,
+    own_ray,
     plain,
     plain_kl,
     ragged,
@@ -363,9 +365,22 @@ def shared(make: Any, td: TensorDict, want: torch.Tensor, **given: Any) -> None:
         made.close()
 
 
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    with own_ray():
+        yield
+
+
+@pytest.fixture(scope="module")
+def tripled(ray: None) -> Iterator[RayTransform]:
+    made = RayTransform(Tripled)
+    yield made
+    made.close()
+
+
 @RAY
 @S3("Ray example, RayKLRewardTransform: a factory, or a model")
-def test_Ray_example_RayKLRewardTransform():
+def test_Ray_example_RayKLRewardTransform(ray):
     kl = older()(rewarded())["next", "kl_penalty"]
     device, factory = {"device": torch.device("cpu")}, {"ref_model_factory": tokens_ref}
     for given in ({"ref_model": None, **factory}, {"ref_model": tokens_ref()}):
@@ -374,7 +389,7 @@ def test_Ray_example_RayKLRewardTransform():
 
 @RAY
 @S3("Ray example, RayRetrieveKL: factories, or models")
-def test_Ray_example_RayRetrieveKL():
+def test_Ray_example_RayRetrieveKL(ray):
     both = RetrieveKL(gen(), ref())(spoken())
     device = {"device": torch.device("cpu")}
     none = {"gen_model": None, "ref_model": None}
@@ -385,7 +400,7 @@ def test_Ray_example_RayRetrieveKL():
 
 @RAY
 @S3("use_ray_service=True, actor_name: the Ray versions")
-def test_use_ray_service_True_actor_name():
+def test_use_ray_service_True_actor_name(ray):
     kl, both = older()(rewarded())["next", "kl_penalty"], RetrieveKL(gen(), ref())(spoken())
     service = {"use_ray_service": True, "actor_name": "kl"}
     shared(partial(RetrieveKL, gen(), ref()), spoken(), both["kl_penalty"], **service)
@@ -394,30 +409,26 @@ def test_use_ray_service_True_actor_name():
 
 @RAY
 @S3("Ray num_cpus, default 1; num_gpus, default 0")
-def test_Ray_num_cpus_default_1_num_gpus_default_0():
-    made = RayTransform(Tripled)
-    assert "num_cpus=1, num_gpus=0" in repr(made)
+def test_Ray_num_cpus_default_1_num_gpus_default_0(tripled):
+    assert "num_cpus=1, num_gpus=0" in repr(tripled)
 
 
 @RAY
 @S3("Ray: method calls are delegated to the actor")
-def test_Ray_method_calls_are_delegated_to_the_actor():
-    made = RayTransform(Tripled)
-    assert made(TensorDict({"value": torch.ones(2)}, [2]))["tripled"].tolist() == [3.0, 3.0]
-    assert (made.in_keys, made.out_keys) == (["value"], ["tripled"])
+def test_Ray_method_calls_are_delegated_to_the_actor(tripled):
+    assert tripled(TensorDict({"value": torch.ones(2)}, [2]))["tripled"].tolist() == [3.0, 3.0]
+    assert (tripled.in_keys, tripled.out_keys) == (["value"], ["tripled"])
 
 
 @RAY
 @S3("Ray: attributes of the shared transform", part=TORCHRL)
-def test_Ray_attributes_of_the_shared_transform():
-    made = RayTransform(Tripled)
-    assert not hasattr(made, "factor")
-    made.close()
+def test_Ray_attributes_of_the_shared_transform(tripled):
+    assert not hasattr(tripled, "factor")
 
 
 @RAY
 @S3("Ray actor_name: the actor is reused if it exists; **kwargs are the transform's")
-def test_Ray_actor_name():
+def test_Ray_actor_name(ray):
     named = {"factor": 2.0, "num_cpus": 0.1, "actor_name": "twice"}
     first, second = (RayTransform(Tripled, **named) for _ in range(2))
     assert second.sent_bytes == 0

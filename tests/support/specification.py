@@ -49,7 +49,7 @@ def page(name: str) -> Callable[..., Callable[[Callable], Callable]]:
 def needs(package: str) -> Callable[[Callable], Callable]:
     """Mark a test that an optional package is for, and skip it where the package is not."""
     mark = getattr(pytest.mark, package)
-    missing, reason = importlib.util.find_spec(package) is None, f"make test-{package}"
+    missing, reason = importlib.util.find_spec(package) is None, f"needs {package}"
     return lambda test: mark(pytest.mark.skipif(missing, reason=reason)(test))
 
 
@@ -72,7 +72,8 @@ class Row:
         if report.failed:
             return "FAILS", f"{self.where}: {report.longrepr.reprcrash.message}"
         if report.skipped:
-            return "part" if self.works == "yes" else self.works, f"not run: {report.longrepr[2]}"
+            reason = report.longrepr[2].removeprefix("Skipped: ")
+            return "part" if self.works == "yes" else self.works, f"not run: {reason}"
         return self.works, f"{self.where} ({self.document})" if self.document else self.where
 
 
@@ -87,7 +88,8 @@ class Table:
         for item in items:
             name, *statement = item.get_closest_marker("statement").args
             numbers[name] += 1
-            row = Row(f"{name}.{numbers[name]:02d}", name, *statement, where=item.nodeid[20:])
+            where = item.nodeid.split("/")[-1]
+            row = Row(f"{name}.{numbers[name]:02d}", name, *statement, where=where)
             if not self.words or any(word in f"{row.id} {row.statement}" for word in self.words):
                 self.rows[item.nodeid] = row
                 chosen.append(item)
