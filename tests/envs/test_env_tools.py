@@ -99,9 +99,9 @@ def test_the_tokenizer_knows_its_own_format_best():
     calls = reader(text, response_template=own)
     assert read(calls, 'CALL add {"a": 1} END') == [("add", {"a": 1}, False)]
     assert read(calls, "CALL add {1} END") == [("", {}, True)]
-    with pytest.raises(ValueError, match=r"env.tools: .*CALL try_it .*response_template"):
+    with pytest.raises(ValueError, match=r"env\.tools: .*response_template"):
         reader(text)
-    with pytest.raises(ValueError, match=r"env.tools: .* writes no tools; set policy"):
+    with pytest.raises(ValueError, match=r"env\.tools: .*policy"):
         reader("chatml")
 
 
@@ -295,5 +295,5 @@ def test_a_call_earns_nothing_and_takes_the_place_of_the_tasks_message():
     ],
 )
 def test_a_function_without_types_or_text_is_refused(function, text):
-    with pytest.raises(ValueError, match=f"env.tools.mine: .*{text}.*a docstring, and a type"):
+    with pytest.raises(ValueError, match=f"env.tools.mine: .*{text}"):
         TypedTool.of("mine", function)

@@ -246,7 +246,7 @@ def test_an_adapter_of_other_weights_is_refused(tmp_path):
 def test_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     load_policy("tiny", lora={"r": 0})
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[lora\]'"):
+    with pytest.raises(ImportError, match=r"\.\[lora\]"):
         load_policy("tiny", lora={"r": 4})
 
 
@@ -390,7 +390,7 @@ def test_an_adapter_of_peft_is_a_start_model_and_a_reference(tmp_path, monkeypat
     assert torch.equal(*scores)
     assert policy.files.sha256 == load_policy(str(tmp_path / "adapter")).files.sha256
     shutil.rmtree(base)
-    with pytest.raises(ValueError, match=r"base_model_name_or_path: model .*base: expected"):
+    with pytest.raises(ValueError, match="base_model_name_or_path"):
         load_policy(str(tmp_path / "adapter"))
 
 

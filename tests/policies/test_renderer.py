@@ -307,7 +307,7 @@ def test_contents_of_earlier_messages_may_stand_in_the_next_turn():
 
 
 def test_a_template_that_forgets_a_turn_cannot_go_on():
-    with pytest.raises(ValueError, match=r"drops message 1 .*env\.max_turns=1"):
+    with pytest.raises(ValueError, match=r"env\.max_turns=1"):
         Renderer(make_tokenizer(FORGETS)).extend([1, 2], TWO[:2], [user("r")])
 
 

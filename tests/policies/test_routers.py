@@ -96,7 +96,7 @@ def test_no_layout_changes_the_loss(monkeypatch):
 def test_a_model_without_experts_is_refused_before_training():
     policy = double_policy()
     record = Record(policy.model.parameters())
-    with pytest.raises(ValueError, match=r"algorithm\.router_coeff .* got Qwen2ForCausalLM"):
+    with pytest.raises(ValueError, match=r"algorithm\.router_coeff"):
         make_update(policy, SFTObjective(), record, router_coeff=COEFF)
 
 

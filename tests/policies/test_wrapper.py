@@ -341,7 +341,7 @@ def test_prompts_over_the_limit_are_refused_by_number():
     sizes = [len(make_wrapper().renderer.render(c, add_generation_prompt=True).ids) for c in CHATS]
     limit = {"max_new_tokens": 1, "max_prompt_tokens": max(sizes)}
     assert asked(**limit)(prompts())["tokens"].response.shape == (3, 1)
-    with pytest.raises(ValueError, match=f"prompt 2 .* {max(sizes)} tokens"):
+    with pytest.raises(ValueError, match="prompt 2"):
         asked(**limit | {"max_prompt_tokens": max(sizes) - 1})(prompts())
 
 

@@ -54,7 +54,7 @@ def test_a_demonstration_whose_turn_cannot_be_found_ends_the_run_before_it_start
     opens = "{% if add_generation_prompt %}{{ 'another start' }}{% endif %}"
     template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}" + opens
     rows = [{"index": i, "messages": chat("a", "b " * length)} for i, length in enumerate((1, 99))]
-    with pytest.raises(ValueError, match=r"row 1: .*its own generation prompt"):
+    with pytest.raises(ValueError, match="row 1"):
         replace(fit(60, template), prompt=False).too_long(rows, print)
 
 

@@ -347,5 +347,5 @@ def test_an_advantage_without_the_value_that_the_objective_reads_is_named(tmp_pa
     def learn_values(loop):
         loop.update.objective = PPOObjective(leash=loop.update.leash)
 
-    with pytest.raises(ValueError, match="GroupAdvantage to write value"):
+    with pytest.raises(ValueError, match="GroupAdvantage"):
         train(tmp_path, change=learn_values)
