@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
-from runs import lines
+from support.runs import lines
 
 from conf.api import _words, train
 

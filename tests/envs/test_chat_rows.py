@@ -4,8 +4,8 @@ import json
 from functools import cache
 
 import pytest
-from contracts import one_process
-from runs import train_here
+from support.policies import one_process
+from support.runs import train_here
 
 from envs.chat_env import ChatEnv
 from envs.tasks import Chats, Preferences, Prompts

@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-from runs import Finished, lines, train
+from support.runs import Finished, lines, train
 
 from trainer.pages.diagnosis import Diagnosis
 

@@ -91,7 +91,7 @@ def _commands(run: Run, state: str) -> dict[str, str | None]:
     out: dict[str, str | None] = {"repeat": summary.repeat_command(run)}
     if state == "finished":
         out["chat"] = summary.chat_command(folder, run)
-    elif state != "running" and not summary.python_reward(run):
+    elif state != "running" and not summary.has_python_reward(run):
         out["go on"] = summary.resume_command(folder)
     return out
 

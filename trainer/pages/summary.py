@@ -83,7 +83,7 @@ def stopped_line(folder: Path, run: Run, saved: int | None) -> str:
     """Return the iteration that a stopped run saved, if any, and the command to go on."""
     nothing = "nothing is saved: it ended before its first checkpoint"
     text = nothing if saved is None else f"saved at iteration {saved}"
-    if python_reward(run):
+    if has_python_reward(run):
         return f"{text}; call conf.api.train again: no command line names its reward"
     how = "begin again" if saved is None else "go on"
     return f"{text}; {how} with: {resume_command(folder)}"
@@ -99,15 +99,20 @@ def hydra_path(path: Path) -> str:
     return str(path) if plain else quoted(str(path))
 
 
+def has_python_reward(run: Run) -> bool:
+    """Return whether a reward is a Python function, which no command line can name."""
+    rewards = dig(run.config, "env", "rewards")
+    nodes = rewards.values() if isinstance(rewards, dict) else ()
+    return any(dig(node, "_target_") == "envs.rewards.Registered" for node in nodes)
+
+
 def repeat_command(run: Run) -> str:
     """Return the command that repeats a run in a new folder.
 
     "" if Hydra did not start it, or if a reward is a Python function, which no command can name.
     """
-    rewards = dig(run.config, "env", "rewards")
-    for node in rewards.values() if isinstance(rewards, dict) else ():
-        if dig(node, "_target_") == "envs.rewards.Registered":
-            return ""
+    if has_python_reward(run):
+        return ""
     hydra = read_yaml(run.folder / ".hydra" / "hydra.yaml").get("hydra")
     left_out = (*(f"{key}=" for key in PLACES), "hydra.")
     words = [word for word in run.words if not word.startswith(left_out)]

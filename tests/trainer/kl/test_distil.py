@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from contracts import make_policy, scaled
-from runs import SMALL, metrics, train
-from runs import lines as read_lines
+from support.policies import make_policy, scaled
+from support.runs import SMALL, metrics, train
+from support.runs import lines as read_lines
 
 from conf.build import make_task
 from envs.tasks.task import Response

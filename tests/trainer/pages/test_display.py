@@ -7,8 +7,8 @@ import sys
 import time
 
 import pytest
-from pages import write_lines, write_status
 from rich.console import Console, Group
+from support.pages import write_lines, write_status
 
 from trainer.pages.display import STOPPING, Display
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from pages import Page, Picture, recorded, write_lines, write_run, write_status
+from support.pages import Page, Picture, recorded, write_lines, write_run, write_status
 
 from trainer.pages import live
 from trainer.pages.__main__ import main

@@ -6,7 +6,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from pages import Page, Picture, write_lines, write_status, write_words
+from support.pages import Page, Picture, write_lines, write_status, write_words
 
 from conf.sweep import OPEN, end_sweep
 from trainer.pages.__main__ import main

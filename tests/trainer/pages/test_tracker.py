@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from accelerate import PartialState
 from omegaconf import OmegaConf
-from pages import write_words
-from runs import lines
+from support.pages import write_words
+from support.runs import lines
 
 from conf.build import make_tracker
 from conf.compose import compose_checked

@@ -6,8 +6,8 @@ import os
 
 import pytest
 import torch
-from pages import write_lines
 from safetensors import SafetensorError
+from support.pages import write_lines
 
 import train
 from trainer.runs.failures import LESS_MEMORY, headline, print_error, record_failure, say
