@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.layout import groups, pack_rows
-from policies.random import in_float64
+from policies.precision import in_float64
 from policies.scorer import Scorer
 from trainer.batch import batch_keys
 from trainer.kl.leash import Leash, charged_in_reward, check_charged
