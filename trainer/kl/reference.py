@@ -1,5 +1,7 @@
 """The reference of the KL, and its refresh towards the policy."""
 
+from collections.abc import Callable
+
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -11,7 +13,6 @@ from policies.protocols import Policy
 from policies.scorer import LOCAL, Scorer, score_in_parts
 from policies.token_distribution import placed
 from trainer.batch import LEASHES, RESPONSE
-from trainer.kl.hints import Hint
 
 MAX_BYTES = 2**28  # of ref_states; scoring and update have up to three times as much at once
 
@@ -21,8 +22,8 @@ class Reference:
 
     `model` comes from `policies.load_reference`. After each `every` iterations (0 = never) its
     weights (with LoRA: its adapter's) become decay * reference + (1 - decay) * policy; decay 0 is a
-    reset to the policy. `sha256` is that of the start weights. With a `hint` it scores the response
-    after another prompt.
+    reset to the policy. `sha256` is that of the start weights. With a `hint` (trainer/kl/hints.py)
+    it scores the response after another prompt.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Reference:
         every: int = 0,
         decay: float = 0.0,
         name: str = "ref",
-        hint: Hint | None = None,
+        hint: Callable[[TensorDictBase], TensorDictBase] | None = None,
     ) -> None:
         self.hint = hint
         self.names = LEASHES[name]
