@@ -36,7 +36,7 @@ class TransformersPolicy(ChatPolicy):
     @property
     def device(self) -> torch.device:
         """Return the device of forwards: that of the weights unless they are sharded."""
-        return self.scorer.placement.device or super().device
+        return self.scorer.device
 
     @torch.no_grad()
     def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
