@@ -37,7 +37,7 @@ class TransformersPolicy(ChatPolicy):
     @property
     def device(self) -> torch.device:
         """Return the device of forwards: that of the weights unless they are sharded."""
-        return self.scorer.placement.device or super().device
+        return self.scorer.device
 
     def sampling(self) -> AbstractContextManager[None]:
         """Return the context of a rollout, in which each rank holds all weights."""

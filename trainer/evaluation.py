@@ -24,7 +24,7 @@ from policies.protocols import Generator
 from policies.random import fold
 from trainer.collect import collect
 from trainer.kl import FRONTIER_FILE
-from trainer.metrics import name_of_training, scores_by_row
+from trainer.metrics import name_of_training, on_host, scores_by_row
 from trainer.runtime import Runtime
 from trainer.transcripts import transcript
 
@@ -192,7 +192,7 @@ class Evaluate:
                 batch: TensorDictBase = collect(self._prompts(part), env, generator, learn=False)
                 if name == "sampled":
                     batch = self.retrieve_kl(batch)
-                yield batch, part
+                yield on_host(batch), part
             elif name == "sampled":
                 self.retrieve_kl.join()
 

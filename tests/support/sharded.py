@@ -52,11 +52,14 @@ STEPS = ("algorithm.minibatches=2", "algorithm.epochs=2")
 MANY_STEPS = ("ppo", "cispo", "dapo", "dppo", "gspo")
 FULL, LORA = "kl.estimator=full", "policy.lora.r=4"
 REFRESH, LAYERS = "kl.refresh_every=1", "policy.gradient_checkpointing=true"
+COMPILED = "policy.compile=true"
 CORRECTED = "algorithm.after_rollout={importance: {_target_: trainer.ImportanceSampling}}"
 MORE = {
     "ppo, one step": ("ppo", "algorithm.epochs=1", "algorithm.minibatches=1"),
     "ppo, head": ("ppo", "algorithm.critic.kind=head"),
     "grpo_full, by layers": ("grpo_full", LAYERS),
+    "grpo_full, compiled": ("grpo_full", COMPILED, LAYERS),
+    "grpo, LoRA, compiled": ("grpo", COMPILED, LORA),
     "grpo, LoRA": ("grpo", LORA, FULL, LAYERS),
     "grpo, LoRA, refresh": ("grpo", LORA, REFRESH, "kl.refresh_decay=0.5"),
     "grpo, refresh": ("grpo", REFRESH, "kl.refresh_decay=0.5"),

@@ -7,11 +7,11 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from envs.transforms.kl import RetrieveKL
+from policies.host import kept, placed
 from policies.load import weights_of
 from policies.padding import predicted
 from policies.protocols import Policy
 from policies.scorer import LOCAL, Scorer, score_in_parts
-from policies.token_distribution import placed
 from trainer.batch import LEASHES, RESPONSE
 
 MAX_BYTES = 2**28  # of ref_states; scoring and update have up to three times as much at once
@@ -76,7 +76,7 @@ class Reference:
         hinted = self._with_states(hinted) if keep_states else self.retrieve[0](hinted)
         for key in (self.names.log_probs, *(["ref_states"] if keep_states else [])):
             value = hinted.get(key)  # [B, t] or [B, t, H]
-            batch.set(key, placed(value[hinted.get(RESPONSE)], sampled))
+            batch.set(key, placed(kept(value, hinted.get(RESPONSE).cpu()), sampled.cpu()))
         return self.retrieve[1](batch)
 
     def _fits(self, batch: TensorDictBase) -> bool:
@@ -92,9 +92,9 @@ class Reference:
         attention, group = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
         limit = model.micro_batch_tokens
         states = score_in_parts(scorer.states, tokens, attention, limit=limit, group_id=group)
-        sampled = predicted(attention, batch.get(RESPONSE))
+        sampled = predicted(attention, batch.get(RESPONSE)).cpu()
         temperature = model.scoring_temperature(batch, "temperature")
-        dist = scorer.distribution(states[sampled], sampled, temperature)
+        dist = scorer.distribution(kept(states, sampled), sampled, temperature)
         batch.set(self.names.log_probs, dist.scores(tokens).log_probs)
         return batch.set("ref_states", states)
 
