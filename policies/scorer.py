@@ -347,10 +347,8 @@ def score_in_parts(
 
     `score`: a scorer, or its method `values` or `states`, for these; `options`: more arguments.
     """
-    inputs = [
-        x.cpu() if isinstance(x, Tensor) else x
-        for x in (tokens, attention, keep, group_id, temperature)
-    ]
+    given = (tokens, attention, keep, group_id, temperature)
+    inputs: list[Any] = [x.cpu() if isinstance(x, Tensor) else x for x in given]
     parts = [list(range(len(tokens)))]
     if limit is not None:
         parts = layouts.pack_rows(inputs[1], limit, group_id=inputs[3])
