@@ -60,7 +60,7 @@ mutants: .venv/.ready-dev  ## which check kills each known way to break the code
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/mutants.py
 
 test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/envs/test_ray.py tests/specification/test_specification.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/envs/test_ray.py tests/specification $(ARGS)
 
 .venv/.ready-ray: .venv/.ready-dev
 	$(PIP) -c constraints.txt -e '.[ray]'
@@ -100,7 +100,7 @@ FLOORS := tests/envs/test_chat_env.py tests/policies/test_renderer.py tests/trai
 	tests/policies/test_containers.py tests/envs/test_data.py tests/trainer/runs/test_failures.py \
 	tests/trainer/kl/test_kl.py tests/policies/test_lora.py tests/trainer/test_losses.py \
 	tests/policies/test_models.py tests/trainer/torchrl/test_rollout_from_model.py tests/trainer/test_runtime.py \
-	tests/policies/test_scorer.py tests/specification/test_specification.py tests/trainer/test_update.py
+	tests/policies/test_scorer.py tests/specification tests/trainer/test_update.py
 
 test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual environment of its own
 	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -m "not runs and not gpu and not ray" $(FLOORS) $(ARGS)

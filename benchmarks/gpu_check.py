@@ -121,7 +121,7 @@ def small_ranks() -> Answer:
     """Run tiny models, on one GPU too; the page has the table."""
     command = (
         "env",
-        "PYTHONPATH=tests/support",
+        "PYTHONPATH=tests",
         sys.executable,
         "-m",
         "benchmarks.gpu_ranks",

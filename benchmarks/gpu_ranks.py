@@ -1,6 +1,6 @@
 """Train tiny models on several ranks of this machine, and compare their metrics with one rank's.
 
-    PYTHONPATH=tests/support python -m benchmarks.gpu_ranks FOLDER     writes FOLDER/table.md
+    PYTHONPATH=tests python -m benchmarks.gpu_ranks FOLDER     writes FOLDER/table.md
 
 More ranks than GPUs share them by gloo (see `share_gpus`), others have one each by NCCL; without a
 GPU they are CPU ranks. The cases and their launcher are those of tests/support/sharded.py, and so
@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
-import sharded
 import torch
-from runs import metrics
-from sharded import linked, prepare, ranks_of, start
+from support import sharded
+from support.runs import metrics
+from support.sharded import linked, prepare, ranks_of, start
 from torch import distributed
 
 from benchmarks.measure import markdown

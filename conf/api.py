@@ -19,15 +19,12 @@ from conf.compose import (
 )
 from envs.rewards.trl_function import register
 from policies.files import write_text
-from trainer.pages.formats import leaves
 from trainer.pages.summary import resume_command
 from trainer.runs.folders import holds_run, quoted, remove_unused, unique_folder
 from trainer.runs.launch import prepare
-from trainer.runs.lock import FILE as LOCK
-from trainer.runs.lock import locked
-from trainer.runs.run_files import Run, load_run
-from trainer.runs.run_log import FILE as LOG
-from trainer.runs.run_log import run_log
+from trainer.runs.lock import LOCK_FILE, locked
+from trainer.runs.run_files import Run, flatten, load_run
+from trainer.runs.run_log import LOG_FILE, run_log
 from trainer.stopping import Stopped
 
 Rows = Iterable[Mapping[str, Any] | str]
@@ -113,7 +110,7 @@ def _removed_if_refused(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for name in ("dataset.jsonl", "eval_dataset.jsonl", LOCK, LOG):
+        for name in ("dataset.jsonl", "eval_dataset.jsonl", LOCK_FILE, LOG_FILE):
             (folder / name).unlink(missing_ok=True)
         remove_unused(folder)
         raise
@@ -155,7 +152,7 @@ def _data(key: str, rows: Rows | None, folder: Path, *, shown: bool) -> list[str
 
 def _words(overrides: Mapping[str, Any]) -> list[str]:
     """Format overrides as words of a command line."""
-    return [f"{key}={_spelt(value)}" for key, value in leaves(overrides) if key]
+    return [f"{key}={_spelt(value)}" for key, value in flatten(overrides) if key]
 
 
 def _spelt(value: Any) -> str:
@@ -165,4 +162,9 @@ def _spelt(value: Any) -> str:
         return "{" + ",".join(f"{k}: {_spelt(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_spelt, value))}]"
-    return json.dumps(value)
+    try:
+        return json.dumps(value)
+    except TypeError:
+        text = f"expected keys to be numbers, texts, lists or dicts, got {value!r:.60}"
+        remedy = "put a function into a file and give {'_target_': 'my_file.name'}"
+        raise ValueError(f"{text}; {remedy} with allow_targets=True") from None

@@ -73,7 +73,7 @@ def _targets(cfg: Config) -> Iterator[str]:
 
 def _undeclared(cfg: Config) -> Iterator[str]:
     """Yield each key that leash does not declare, unless a class of the user's own may take it."""
-    for group in schema.groups():
+    for group in schema.sections():
         node = cfg[group]
         targets = [part["_target_"] for _, part in walk(node)]
         if group in schema.OPEN and not all(name.startswith(PACKAGES) for name in targets):

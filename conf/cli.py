@@ -57,8 +57,9 @@ def cli() -> int:
 def expand(words: list[str]) -> list[str]:
     """Expand the shorthands of a command line.
 
-    env.task=<name> becomes env.task.name=<name>, resume=last the newest run. A rank of torchrun
-    adds the number of ranks. ValueError for a word that removes a group or a key of leash.
+    env.task=<name> becomes env.task.name=<name>, resume=last the newest run; beside resume=, a key
+    of some files only, as env.match of env=answers, is no unknown one. A rank of torchrun adds the
+    number of ranks. ValueError for a word that removes a group or a key of leash.
     """
     for word in words:
         _refuse_removal(word)
@@ -72,6 +73,8 @@ def expand(words: list[str]) -> list[str]:
         folder = word.removeprefix("resume=")  # names of sweep jobs contain = and ,
         if folder != word and not sweeps and re.search(r"^[^'\"].*[^\w./~@+-]", folder):
             words[place] = f"resume={quoted(folder)}"
+    if any(word.startswith("resume=") for word in words):
+        words = [*map(_of_the_run, words)]
     several = [name for name in TASKS if int(os.environ.get(name) or 1) > 1]
     if several and "WORLD_SIZE" not in os.environ:
         name, tasks = several[0], os.environ[several[0]]
@@ -83,6 +86,12 @@ def expand(words: list[str]) -> list[str]:
             raise ValueError("a sweep starts its own ranks; type python train.py -m ...")
         words = [*words, f"launch.num_processes={ranks}"]
     return words
+
+
+def _of_the_run(word: str) -> str:
+    """Add a key that only some files declare, as those of the resumed run may."""
+    part, key = all_keys().get(word.partition("=")[0], ("", None))
+    return f"++{word}" if key and "=" in part else word
 
 
 def _refuse_removal(word: str) -> None:

@@ -19,13 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from conf.check import check
-from conf.schema import FOLDER, TYPES, all_keys, groups
+from conf.schema import FOLDER, TYPES, all_keys, sections
 from conf.unknown_names import missing_file, nearest
 from policies.files import write_text
 from trainer.runs.folders import TEMPORARY, is_main_rank, quoted, unique_folder
 from trainer.runs.redact import is_secret, redact
 
-GROUPS = groups()
+GROUPS = sections()
 FAULTS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 

@@ -8,7 +8,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import checked
-from conf.schema import TYPES, declared, groups, part_of
+from conf.schema import TYPES, declared, part_of, sections
 from policies.contents import files_of
 from trainer.runs.discover import find_jobs, has_weights, is_running
 from trainer.runs.run_files import PLACES, PREFIX
@@ -61,7 +61,7 @@ def read_saved(folder: Path) -> dict[str, Any]:
     try:
         saved: Any = OmegaConf.to_container(OmegaConf.load(path))
         tree = dict(declared()["root"])
-        for group in groups():
+        for group in sections():
             node = saved.get(group)
             tree[group] = declared()[part_of(group, node) if isinstance(node, dict) else group]
         fault = next(damage(tree, saved), "")

@@ -134,7 +134,7 @@ def all_keys() -> dict[str, tuple[str, Key | None]]:
     return out
 
 
-def groups() -> list[str]:
+def sections() -> list[str]:
     """Return the names of the sections of a configuration."""
     return [part for part in declared() if "=" not in part and part != "root"]
 
@@ -164,7 +164,7 @@ def word(value: Any) -> str:
 
 def faults(config: dict[str, Any]) -> Iterator[str]:
     """Yield the faults of single values of a resolved configuration."""
-    for group in ("root", *groups()):
+    for group in ("root", *sections()):
         node = config if group == "root" else config[group]
         for name, key in leaves(part_of(group, node)):
             value = reduce(dict.__getitem__, name.split("."), config)

@@ -14,7 +14,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import compose
-from conf.schema import FOLDER, Key, declared, groups, leaves
+from conf.schema import FOLDER, Key, declared, leaves, sections
 
 PAGE = Path(__file__).with_name("configuration.md")
 INTRO = """\
@@ -41,7 +41,7 @@ def main() -> None:
 def page() -> str:
     """Return the page."""
     out = [INTRO, "## Anywhere\n", *_table("root", [], {})]
-    for group in groups():
+    for group in sections():
         out.append(f"\n## {group}\n")
         seen: dict[str, str] = {}
         parts = [part for part in declared() if part.partition("=")[0] == group]

@@ -7,6 +7,7 @@ are kept for the template; `weight` and `train` of 0 exclude an assistant messag
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from math import isfinite
@@ -157,10 +158,14 @@ class Cells:
         return list(map(_as_function, self._clean(tools, value)))
 
     def variables(self, index: int, column: str, value: Any) -> Message:
-        """Return the variables of a row for its chat template, without empty ones."""
-        if not isinstance(value, Mapping):
+        """Return the variables of a row's chat template, a dict or its JSON, without empty ones."""
+        read = value
+        if isinstance(value, str):
+            with suppress(ValueError):
+                read = json.loads(value)
+        if not isinstance(read, Mapping):
             raise self.table.error(index, column, "variables of the chat template", value)
-        return {k: v for k, v in as_json(value).items() if v not in (None, "", [], {})}
+        return {k: v for k, v in as_json(read).items() if v not in (None, "", [], {})}
 
     def _clean(self, value: Any, cell: Any) -> Any:
         """Return a value of a cell without what the table added; it adds nothing to JSON texts."""

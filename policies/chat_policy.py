@@ -9,6 +9,7 @@ Left out on purpose: texts or ragged rows as input, several samples of a prompt,
 policies/torchrl/ has these options of TorchRL's API.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from policies.chats.history import History
 from policies.chats.messages import records_of, visible
 from policies.chats.renderer import Renderer
+from policies.host import send
 from policies.limits import Limits
 from policies.models.find import token_ids
 from policies.padding import attended, inner, is_ragged, pad, pad_mask, rows, unpad
@@ -126,6 +128,10 @@ class ChatPolicy(TensorDictModuleBase):
         """Return this policy at another sampling temperature."""
         return self.get_new_version(limits=replace(self.limits, temperature=temperature))
 
+    def sampling(self) -> AbstractContextManager[None]:
+        """Return the context of a rollout, in which each rank samples at its own pace."""
+        return nullcontext()
+
     def _set_model(self, model: Any) -> None:
         """Store the model, and the scorer that computes with it if the engine has one."""
         self.model, self.scorer = model, None
@@ -211,13 +217,14 @@ class ChatPolicy(TensorDictModuleBase):
                 row, mask = torch.tensor(done.ids), torch.tensor(done.assistant, dtype=torch.bool)
             ids.append(row)
             assistant.append(mask)
-        marks = pad(assistant, False, side=side).to(self.device)  # [B, T]
+        marks = send(pad(assistant, False, side=side), self.device)  # [B, T]
         return replace(self.padded(ids, side), assistant=marks)
 
     def padded(self, ids: list[Tensor], side: str) -> Sequences:
         """Return ids [t] of each row as sequences [B, T] without other masks, padded on `side`."""
-        tokens = pad(ids, self.pad_token_id, side=side).to(self.device)  # [B, T]
-        return Sequences(tokens, pad_mask([len(r) for r in ids], side=side, device=tokens.device))
+        mask = pad_mask([len(row) for row in ids], side=side)  # [B, T]
+        tokens = pad(ids, self.pad_token_id, side=side)  # [B, T]
+        return Sequences(send(tokens, self.device), send(mask, self.device))
 
     def _generate(self, prompts: Prompts) -> TensorDictBase:
         """Return a response to each prompt: tokens, masks, log-probs, texts and histories."""
@@ -286,7 +293,7 @@ class ChatPolicy(TensorDictModuleBase):
             out.set("history", generated_chats(prompts, responses, complete))
 
     def _decode(self, ids: Tensor, mask: Tensor) -> list[str]:
-        rows = [row.tolist() for row in unpad(ids, mask)]
+        rows = [row.tolist() for row in unpad(ids.cpu(), mask.cpu())]
         skip = self.limits.skip_special_tokens
         return self.tokenizer.batch_decode(rows, skip_special_tokens=skip)
 

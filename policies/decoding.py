@@ -1,5 +1,7 @@
 """Decoding: the forward of a sampler's rows, a token at a time, on transformers' cache.
 
+policies/sampler.py draws the tokens and ends the responses.
+
 On a GPU a step is a thousand launches, which take several times as long as their work. There a CUDA
 graph launches them at once, for models whose forward does not depend on values: GRAPHED.
 """

@@ -9,13 +9,14 @@ prompt and itself. The result is exact (the same sums in another order), and the
 instead of G. `packed` puts whole sequences into one row in the same way, without a shared prompt.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from policies.host import send
 from policies.models.fast.attention import NAME, Grid
 from policies.padding import pad, positions, unpad
 
@@ -43,6 +44,13 @@ class Layout:
     # [R] tokens of a shared prompt, of each of its responses, of the padding
     trees: list[list[int]] | None = None
     grid: Grid | None = None  # then the inputs are one row [1, N]; mask and trees are of the grid
+
+    def to(self, device: torch.device) -> "Layout":
+        """Return the layout on a device."""
+        if self.source.device == device:
+            return self
+        names = ("input_ids", "position_ids", "attention_mask", "source")
+        return replace(self, **{name: send(getattr(self, name), device) for name in names})
 
     def unpadded(self) -> "Layout":
         """Return the layout with all tokens in one row, for layers that see each token alone.
@@ -84,18 +92,27 @@ def shared(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor) ->
     return _trees(tokens, attention, keep, trees, _common_prefixes(tokens, attention, trees))
 
 
-def packed(tokens: Tensor, attention: Tensor, keep: Tensor) -> Layout:
+def packed(
+    tokens: Tensor, attention: Tensor, keep: Tensor, device: torch.device | None = None
+) -> Layout:
     """Lay out several sequences per row of PACKED tokens; a longer sequence has its own row."""
     bins = _bins(attention.sum(-1).tolist(), PACKED)
-    return _trees(tokens, attention, keep, bins, [0] * len(bins))
+    return _trees(tokens, attention, keep, bins, [0] * len(bins), device)
 
 
 def _trees(
-    tokens: Tensor, attention: Tensor, keep: Tensor, trees: list[list[int]], lengths: list[int]
+    tokens: Tensor,
+    attention: Tensor,
+    keep: Tensor,
+    trees: list[list[int]],
+    lengths: list[int],
+    device: torch.device | None = None,
 ) -> Layout:
-    """Lay out each tree of sequences in one row; `lengths`: shared prompt tokens of each tree."""
+    """Lay out each tree of sequences in one row; `lengths`: shared prompt tokens of each tree.
+
+    The mask, which is large, is computed on `device` (None: that of the tokens).
+    """
     rows = unpad(tokens, attention)
-    device = tokens.device
     ids, position_ids, segments = [], [], []  # a tensor per tree
     sizes: list[list[int]] = []  # per tree: tokens of the prompt and of each response
     places = [(0, 0, 0)] * len(tokens)  # per sequence: tree, prompt tokens, column of its response
@@ -114,10 +131,10 @@ def _trees(
         position_ids.append(torch.tensor([*chain(*spans)]))
         segments.append(torch.arange(len(size)).repeat_interleave(torch.tensor(size)))
     input_ids = pad(ids)  # [R, L]
-    position = pad(position_ids).to(device)  # [R, L]
-    segment = pad(segments, -1).to(device)  # [R, L], -1 for padding
+    position = pad(position_ids).to(tokens.device)  # [R, L]
+    segment = send(pad(segments, -1), device or tokens.device)  # [R, L], -1 for padding
     width = input_ids.shape[1]
-    row, prefix, column = torch.tensor(places, device=device).T.unsqueeze(-1)  # [B, 1] each
+    row, prefix, column = torch.tensor(places, device=tokens.device).T.unsqueeze(-1)  # [B, 1] each
     # The state at t - 1 predicts token t, and is the prompt's or the response's own.
     before = positions(attention) - 1  # [B, T]
     source = row * width + torch.where(before < prefix, before, column + before - prefix)  # [B, T]
@@ -125,7 +142,13 @@ def _trees(
     return Layout(input_ids, position, tree_mask(segment), source[keep], with_padding)
 
 
-def choose(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor | None) -> Layout:
+def choose(
+    tokens: Tensor,
+    attention: Tensor,
+    keep: Tensor,
+    group_id: Tensor | None,
+    device: torch.device | None = None,
+) -> Layout:
     """Share the prompts if this saves more than 20 % of the tokens; else one row per sequence.
 
     A shared row has at most WIDEST tokens.
@@ -138,7 +161,7 @@ def choose(tokens: Tensor, attention: Tensor, keep: Tensor, group_id: Tensor | N
         widest = max(sum(sizes[i] for i in tree) - n * (len(tree) - 1) for tree, n in pairs)
         unshared = max(sizes) * len(sizes)  # tokens of one row per sequence, with padding
         if widest <= WIDEST and widest * len(trees) < 0.8 * unshared:
-            return _trees(tokens, attention, keep, trees, lengths)
+            return _trees(tokens, attention, keep, trees, lengths, device)
     return full_rows(tokens, attention, keep)
 
 

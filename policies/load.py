@@ -18,7 +18,7 @@ from policies.limits import Limits
 from policies.models.find import ModelFiles, find_model, has_adapter, load_model, load_tokenizer
 from policies.models.weights import ModelWeights
 from policies.sampler import Filters
-from policies.scorer import LOCAL, Scorer
+from policies.scorer import LOCAL, Scorer, body_of, max_positions
 from policies.transformers_policy import TransformersPolicy
 
 
@@ -44,6 +44,7 @@ def load_policy(
     stop: list[str] | None = None,
     lora: Mapping[str, Any] | None = None,
     gradient_checkpointing: bool = False,
+    compile: bool = False,
 ) -> TransformersPolicy:
     """Return the generating policy on `model`: a folder, an embedded model or a hub id.
 
@@ -51,6 +52,7 @@ def load_policy(
     attn_implementation, kernels: see `policies.models.find.load_model`.
     lora: arguments of `policies.models.lora.add_adapter`; then only the adapter is trained.
     gradient_checkpointing: compute the activations of each layer again in the backward.
+    compile: fuse layers and head of updates by torch.compile, in place of `kernels`.
     chat_template_kwargs: variables of the template, {"enable_thinking": False}; they are saved in
     the tokenizer's template.
     `policy.files` says where the weights are (folder, origin, sha256).
@@ -62,7 +64,7 @@ def load_policy(
     if chat_template_kwargs:
         template = find_template(tokenizer, chat_template).text
         chat_template = with_variables(template, chat_template_kwargs)
-    classes = {"attn_implementation": attn_implementation, "kernels": kernels}
+    classes = {"attn_implementation": attn_implementation, "kernels": kernels and not compile}
     network = load_model(files, dtype=dtype, device=device, **classes)
     files = replace(files, frozen=check_model(network))
     if lora and lora.get("r") != 0:
@@ -71,8 +73,13 @@ def load_policy(
         files = replace(files, without_adapter=add_adapter(network, **lora))
     if gradient_checkpointing:
         compute_again(network)
+    if compile:
+        from policies.models.fast.compiled import compile_layers
+
+        compile_layers(network, body_of(network), max_positions(network))
     autocast = resolve_autocast(autocast, network.device)
     scorer = Scorer(network, autocast=getattr(torch, autocast) if autocast else None)
+    scorer.compiled = compile
     limits = Limits(
         temperature=temperature,
         max_new_tokens=max_new_tokens,

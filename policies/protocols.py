@@ -4,6 +4,7 @@ One wrapper may implement both; an engine such as vLLM only samples.
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ class Generator(Protocol):
 
     `version` counts weight syncs, `get_new_version` returns the same weights with other settings,
     `at_temperature` with another temperature, `for_rollouts` with those of `trainer.collect`.
+    Rollouts run in the context `sampling`.
     """
 
     version: int
@@ -41,6 +43,8 @@ class Generator(Protocol):
     def at_temperature(self, temperature: float) -> "Generator": ...
 
     def for_rollouts(self) -> "Generator": ...
+
+    def sampling(self) -> AbstractContextManager[None]: ...
 
 
 class EngineGenerator(Generator, Protocol):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.decoding import decode
+from policies.host import send
 from policies.padding import pad
 from policies.random import inverse_cdf, uniforms
 
@@ -125,6 +126,7 @@ class Stop:
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # policy.compile is for updates
 def sample(
     model: nn.Module,
     prompts: Tensor,
@@ -145,9 +147,9 @@ def sample(
     if not attention.any(-1).all():
         raise ValueError("expected at least one prompt token, got an empty prompt")
     size, device = len(prompts), prompts.device
-    stop_ids = torch.tensor(sorted(stop.ids), dtype=torch.int64, device=device)
+    stop_ids = send(torch.tensor(sorted(stop.ids), dtype=torch.int64), device)
     starts = attention.sum(-1)  # [B]
-    streams = streams.to(device)
+    streams = send(streams, device)
     responses = torch.zeros(size, max_new_tokens, dtype=torch.int64, device=device)
     log_probs = torch.zeros(size, max_new_tokens, device=device)
     lengths = torch.zeros(size, dtype=torch.int64, device=device)

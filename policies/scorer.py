@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from policies import layout as layouts
+from policies.host import OnHost, bare, kept, placed, send
 from policies.models.fast.attention import NAME as ATTENTION
 from policies.padding import predicted
-from policies.token_distribution import Head, Scores, TokenDistribution, placed
+from policies.token_distribution import Head, Scores, TokenDistribution
 
 
 class Placement:
@@ -86,10 +87,9 @@ class Scorer(nn.Module):
                 f"{type(model).__name__}; derive the class from PreTrainedModel"
             )
         self.model, self.autocast = model, autocast
-        self.critic: Any = (
-            None  # a policies.critic.Critic, which computes values in the same forward
-        )
+        self.critic: Any = None  # a policies.critic.Critic: values of the same forward
         self.temperature_factor = 1.0  # of a teacher: its logits are divided by this as well
+        self.compiled = False  # whether torch.compile fuses the slices of the head
         self.share_prompts = share_prompts and layouts.takes_masks(model.config)
 
     def train(self, mode: bool = True) -> "Scorer":
@@ -103,14 +103,19 @@ class Scorer(nn.Module):
         self.training = mode
         return self
 
+    @property
+    def device(self) -> torch.device:
+        """Return the device of forwards: that of the weights unless they are sharded."""
+        return self.placement.device or next(self.model.parameters()).device
+
     def forward(
         self,
-        tokens: Tensor,
-        attention_mask: Tensor,
-        keep: Tensor | None = None,
+        tokens: Tensor | OnHost,
+        attention_mask: Tensor | OnHost,
+        keep: Tensor | OnHost | None = None,
         *,
-        temperature: Tensor | float = 1.0,
-        group_id: Tensor | None = None,
+        temperature: Tensor | OnHost | float = 1.0,
+        group_id: Tensor | OnHost | None = None,
         entropy: bool = False,
         learn_entropy: bool = False,
         reference: "Scorer | None" = None,
@@ -126,10 +131,13 @@ class Scorer(nn.Module):
         of one prompt. The first attended token has 0. `entropy` has a gradient only with
         `learn_entropy`. `reference` adds the exact KL, from `ref_states` if given: its `states`.
         `mixture` selects another divergence (`TokenDistribution.scores`).
+        Inputs on the CPU (as `OnHost` past DDP and FSDP2) spare a GPU the waits of the layout.
         `pack` puts several rows into one. `balance` adds the imbalance of the experts; ValueError
         for a model without routers.
         """
-        keep = predicted(attention_mask, keep)
+        tokens, attention_mask = bare(tokens), bare(attention_mask)
+        temperature, group_id = bare(temperature), bare(group_id)
+        keep = predicted(attention_mask, bare(keep))
         if not keep.any():
             return self._zeros(tokens, entropy, reference is not None, balance)
         layout = self._layout(tokens, attention_mask, keep, group_id, pack)
@@ -141,7 +149,7 @@ class Scorer(nn.Module):
             with torch.no_grad():
                 if ref_states is None and reference.share_prompts != self.share_prompts:
                     layout = reference._layout(tokens, attention_mask, keep, group_id)
-                states = reference.hidden(layout) if ref_states is None else ref_states[keep]
+                states = reference.hidden(layout) if ref_states is None else kept(ref_states, keep)
                 ref_dist = reference.distribution(states, keep, temperature)
         options = {"entropy": entropy, "learn": learn_entropy, "mixture": mixture}
         scores = dist.scores(tokens, reference=ref_dist, **options)
@@ -160,15 +168,17 @@ class Scorer(nn.Module):
 
     def states(self, tokens: Tensor, attention: Tensor, keep=None, *, group_id=None) -> Tensor:
         """Return the states that predict the kept tokens, [B, T, H]; other entries are 0."""
-        keep = predicted(attention, keep)
+        tokens, attention, group_id = bare(tokens), bare(attention), bare(group_id)
+        keep = predicted(attention, bare(keep))
         return placed(self.hidden(self._layout(tokens, attention, keep, group_id)), keep)
 
     def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, *, group_id=None) -> Tensor:
         """Return the same values [B, T] as `forward`, without computing logits."""
         assert self.critic is not None
-        keep = predicted(attention, keep)
+        tokens, attention, group_id = bare(tokens), bare(attention), bare(group_id)
+        keep = predicted(attention, bare(keep))
         if not keep.any():
-            return torch.zeros(keep.shape, device=keep.device)
+            return torch.zeros(keep.shape, device=self.device)
         layout = self._layout(tokens, attention, keep, group_id)
         states = self.hidden(layout) if self.critic.body is None else None
         return placed(self.critic(layout, states), keep)
@@ -217,14 +227,13 @@ class Scorer(nn.Module):
         out, config = self.model.get_output_embeddings(), text_config(self.model)
         factor = (_first(config, FACTORS) or 1.0) / (_first(config, DIVISORS) or 1.0)
         bias, cap = getattr(out, "bias", None), _first(config, CAPS)
-        return Head(out.weight, bias, cap, self.autocast, factor)
+        return Head(out.weight, bias, cap, self.autocast, factor, self.compiled)
 
     def precision(self) -> AbstractContextManager:
         """Return the autocast context that sampling and scoring share."""
-        device = self.placement.device or next(self.model.parameters()).device
         on = self.autocast is not None
         cached = self.placement.gathered  # a cache would keep a copy of every sharded weight
-        return torch.autocast(device.type, self.autocast, enabled=on, cache_enabled=cached)
+        return torch.autocast(self.device.type, self.autocast, enabled=on, cache_enabled=cached)
 
     def _layout(self, tokens, attention, keep, group_id, pack: bool = False) -> layouts.Layout:
         limit = max_positions(self.model)
@@ -237,9 +246,9 @@ class Scorer(nn.Module):
                 )
         if not pack:
             group_id = group_id if self.share_prompts else None
-            return layouts.choose(tokens, attention, keep, group_id)
+            return layouts.choose(tokens, attention, keep, group_id, self.device).to(self.device)
         self.check_packing()
-        return layouts.packed(tokens, attention, keep)
+        return layouts.packed(tokens, attention, keep, self.device).to(self.device)
 
     def check_packing(self) -> None:
         """Raise ValueError if packed sequences would attend to each other."""
@@ -252,7 +261,7 @@ class Scorer(nn.Module):
     def _zeros(self, tokens: Tensor, entropy: bool, exact: bool, balance: bool) -> Scores:
         """Return zeros that give each parameter a gradient of 0: DDP needs one on every rank."""
         anchor = sum(p.flatten()[0].float() * 0 for p in self.parameters() if p.requires_grad)
-        zeros = torch.zeros(tokens.shape, device=tokens.device) + anchor
+        zeros = torch.zeros(tokens.shape, device=self.device) + anchor
         entropies, values = zeros.detach() if entropy else None, zeros if self.critic else None
         divergence, term = zeros if exact else None, zeros if balance else None
         return Scores(zeros, entropies, divergence, values, term)
@@ -279,14 +288,15 @@ def imbalance(routers: Sequence[Tensor], keep: Tensor, *, chosen: int) -> Tensor
     p is the softmax. f has no gradient.
     Source: DeepSeek-V3, arXiv 2412.19437 eq. 17 to 20, with p of Switch, arXiv 2101.03961 eq. 6.
     """
-    row = keep.nonzero()[:, 0]  # [K]
+    row, tokens = keep.nonzero()[:, 0], keep.sum(-1, keepdim=True).clamp(min=1)  # [K], [B, 1]
+    row, tokens = (send(x, routers[0].device) for x in (row, tokens))
     terms = []
     for outputs in routers:
         probs = _probabilities(outputs)  # [K, E]
         best = outputs.topk(chosen, -1).indices  # [K, chosen]
         picked = torch.zeros_like(probs).scatter_(1, best, 1.0)  # [K, E]
         count = probs.new_zeros(len(keep), probs.shape[-1]).index_add_(0, row, picked)  # [B, E]
-        load = count * probs.shape[-1] / (chosen * keep.sum(-1, keepdim=True).clamp(min=1))
+        load = count * probs.shape[-1] / (chosen * tokens)
         terms.append((load[row] * probs).sum(-1))  # [K]
     return torch.stack(terms).mean(0)
 
@@ -331,20 +341,21 @@ def score_in_parts(
 
     `score`: a scorer, or its method `values` or `states`, for these; `options`: more arguments.
     """
+    given = (tokens, attention, keep, group_id, temperature)
+    inputs: list[Any] = [x.cpu() if isinstance(x, Tensor) else x for x in given]
     parts = [list(range(len(tokens)))]
     if limit is not None:
-        parts = layouts.pack_rows(attention, limit, group_id=group_id)
-    inputs: tuple[Any, ...] = (tokens, attention, keep, group_id, temperature)
+        parts = layouts.pack_rows(inputs[1], limit, group_id=inputs[3])
     done = []
     placement: Placement = getattr(getattr(score, "__self__", score), "placement", LOCAL)
     with placement.forwards(len(parts)) as count:
         for rows in parts + [[]] * (count - len(parts)):
-            index = torch.tensor(rows, dtype=torch.int64, device=tokens.device)
+            index = torch.tensor(rows, dtype=torch.int64)
             ids, mask, part_keep, group, part_temperature = (
-                x[index] if getattr(x, "ndim", 0) else x for x in inputs
+                OnHost(x[index]) if getattr(x, "ndim", 0) else x for x in inputs
             )
             options |= {} if part_temperature is None else {"temperature": part_temperature}
             part = score(ids, mask, part_keep, group_id=group, **options)
             done.append(part if isinstance(part, Tensor) else part.log_probs)
-    order = torch.tensor([row for rows in parts for row in rows], device=tokens.device)
-    return torch.cat(done)[order.argsort()]
+    order = torch.tensor([row for rows in parts for row in rows]).argsort()
+    return torch.cat(done)[send(order, done[0].device)]

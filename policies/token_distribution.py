@@ -7,18 +7,19 @@ Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from policies.host import kept, placed, send
 from policies.models.fast.products import linear, mm
 
-NAMES = ("response", "assistant", "prompt", "attention")
 SLICE = 2**20  # logits at a time, over the kept tokens: 4 MB of float32; on a GPU 64 times that
 NARROWEST = 512  # columns at a time at least: products of fewer are slow
 LOWEST = -1e30  # logit of a token that a head lacks: a probability of 0, and finite
@@ -45,6 +46,7 @@ class Head:
     cap: float | None  # of the logits, as Gemma 2 has it
     dtype: torch.dtype | None = None  # of the product, None for that of the weight
     factor: float = 1.0  # of the logits, before the cap, as Granite and Cohere have it
+    compiled: bool = False  # whether torch.compile fuses what follows the product
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits."""
@@ -63,8 +65,7 @@ class Head:
 
     def finish(self, outputs: Tensor) -> Tensor:
         """Return the logits of outputs of the product."""
-        logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+        return _finished(outputs, self.cap)
 
     def columns(self, at: slice) -> "Head":
         """Return the head of some of the vocabulary."""
@@ -90,7 +91,8 @@ class TokenDistribution:
         self, head: Head, states: Tensor, mask: Tensor, *, temperature: Tensor | float = 1.0
     ) -> None:
         self.head, self.states, self.mask = head, head.scaled(states), mask
-        self.scale = _per_token(temperature, mask)
+        scale = _per_token(temperature, mask)  # [K, 1]
+        self.scale = None if scale is None else send(scale, states.device)
 
     def scores(
         self,
@@ -112,7 +114,8 @@ class TokenDistribution:
         both = [self] if reference is None else [self, reference]
         models, scales = [(d.head, d.states) for d in both], [d.scale for d in both]
         options = {"entropy": entropy, "learn": learn, "mixture": mixture}
-        columns = score_columns(models, value[self.mask], scales, **options)
+        target = send(kept(value, self.mask), self.states.device)  # [K]
+        columns = score_columns(models, target, scales, **options)
         return Scores(*(None if c is None else placed(c.squeeze(-1), self.mask) for c in columns))
 
 
@@ -136,23 +139,6 @@ def score_columns(
     return _Sliced.apply(states, head.weight, head.bias, fixed, target, scales, *options)
 
 
-def named_mask(batch: TensorDictBase, name: str) -> Tensor:
-    """Return which tokens of trajectories a name means, [B, T].
-
-    response: what was sampled; prompt: of that what follows the last prompt, the last turn;
-    assistant: the assistant's messages, a data set's too; attention: all tokens.
-    """
-    if name not in NAMES:
-        raise ValueError(f"expected a mask among {NAMES}, got {name!r}")
-    if name != "prompt":
-        return batch.get(("masks", f"all_{name}_mask"))
-    sampled = batch.get(("masks", "all_response_mask"))  # [B, T]
-    begins = sampled.clone()
-    begins[:, 1:] &= ~sampled[:, :-1]
-    turn = begins.cumsum(-1)  # of each token, from 1
-    return sampled & (turn == turn[:, -1:])
-
-
 class _Sliced(torch.autograd.Function):
     """Compute (log-prob, entropy or None, divergence or None), each [K, 1], from slices of logits.
 
@@ -172,25 +158,21 @@ class _Sliced(torch.autograd.Function):
         outputs = _Outputs(models, ctx.needs_input_grad[1], keep)
         sizes = [len(head.weight) for head, _ in models]
         exact_kl = len(models) > 1 and mixture == 1  # others need a second pass
+        read = _compiled(_read) if models[0][0].compiled else _read
         chosen = 0.0  # the logit of each target, [K, 1]
         parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in models]  # per slice, for `_joined`
         mean_logits: list[Tensor] = []  # per slice: E[z - max z] under p within the slice, [K, 1]
         mean_gaps: list[Tensor] = []  # per slice: E[z of the reference - z] in the same way, [K, 1]
         for at in _slices(sizes, target):
-            logits = [_tempered(outputs.compute(i, at), scale) for i, scale in enumerate(scales)]
-            policy = logits[0]  # [K, v]
-            index, inside = _columns(target, at)  # [K, 1] each
-            chosen = policy.gather(1, index).where(inside, 0.0) + chosen  # [K, 1]
-            probs = [z.softmax(-1) for z in logits]  # [K, v] each, within the slice
-            for part, z, p in zip(parts, logits, probs, strict=True):
-                top = z.amax(-1, keepdim=True)  # [K, 1]
-                part.append((top, 1 / p.amax(-1, keepdim=True)))  # max p = exp(0) / total
             # Rows of one head alone pad its embedding: both have only the first min(sizes).
-            if exact_kl and at.stop <= min(sizes):
-                mean_gaps.append(_mean(logits[1].sub_(policy), probs[0]))
-            if entropy:
-                top, _ = parts[0][-1]
-                mean_logits.append(_mean(policy.sub_(top), probs[0]))  # last: it overwrites z
+            gaps = exact_kl and at.stop <= min(sizes)
+            inputs = [outputs.compute(i, at) for i in range(len(models))]
+            done = read(inputs, scales, target, at.start, gaps=gaps, entropy=entropy)
+            chosen = done.chosen + chosen  # [K, 1]
+            for part, sums in zip(parts, done.sums, strict=True):
+                part.append(sums)
+            mean_gaps += [done.gap] if done.gap is not None else []
+            mean_logits += [done.mean] if done.mean is not None else []
         norms = [_joined(part) for part in parts]
         log_norms = [norm.top + norm.log_total for norm in norms]  # log sum exp z, [K, 1] each
         entropies = divergence = slope_sum = None
@@ -225,32 +207,23 @@ class _Sliced(torch.autograd.Function):
         if by_weight is None and ctx.needs_input_grad[1]:
             by_weight = torch.empty_like(weight)
         by_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
+        slope = _compiled(_slope) if head.compiled else _slope
         for at in _slices(sizes, target):
             if at.start >= len(weight):
                 break
-            logits = outputs.read(0, at)  # [K, v]
-            cap_slope = None if head.cap is None else 1 - (logits / head.cap).square()  # [K, v]
-            log_p = _tempered(logits, scales[0]).sub_(ctx.log_norms[0])  # [K, v]
-            grad = log_p.exp()  # [K, v], p for now; dz = p * factor + added
-            factor: Tensor | float = 0.0 if d_log_prob is None else -d_log_prob  # [K, 1]
-            added = None
-            if d_divergence is not None:
-                log_q = None
-                if at.stop <= min(sizes):
-                    log_q = _tempered(outputs.read(1, at), scales[1]).sub_(ctx.log_norms[1])
-                pull, added = _slopes(log_p, log_q, slope_sum, mixture)  # [K, v] or smaller
-                factor = pull.mul_(-d_divergence).add_(factor)
-                added = None if added is None else added.mul_(-d_divergence)
-            if d_entropy is not None:
-                factor = log_p.add_(entropies).mul_(-d_entropy).add_(factor)  # [K, v]
-            grad.mul_(factor)
-            if added is not None:
-                grad.add_(added)
-            if d_log_prob is not None:
-                index, inside = _columns(target, at)  # [K, 1] each
-                grad.scatter_add_(1, index, d_log_prob.where(inside, 0.0))
-            grad = grad if cap_slope is None else grad.mul_(cap_slope)
-            grad = _tempered(grad, scales[0])
+            both = d_divergence is not None and at.stop <= min(sizes)
+            inputs = [outputs.read(i, at) for i in range(1 + both)]  # [K, v] each
+            grad = slope(
+                inputs,
+                scales,
+                ctx.log_norms,
+                target,
+                at.start,
+                slopes=(d_log_prob, d_entropy, d_divergence),
+                entropies=entropies,
+                slope_sum=slope_sum,
+                mixture=mixture,
+            )  # [K, v]
             if by_bias is not None:
                 by_bias[at] = grad.sum(0)
             grad = grad.to(hidden.dtype)
@@ -281,21 +254,21 @@ class _Outputs:
             fits = min(SAVED // max(size, 1), len(models))
             self.memory = states.new_empty(len(head.weight), fits * count)
 
-    def compute(self, number: int, at: slice) -> Tensor:
-        """Return the logits [K, v] of some columns; of columns that a head lacks, LOWEST."""
+    def compute(self, number: int, at: slice) -> tuple[Tensor, float | None]:
+        """Return outputs [K, v] of some columns and their cap; of columns a head lacks, LOWEST."""
         head, states = self.models[number]
         if at.start >= len(head.weight):
             dtype = torch.promote_types(states.dtype, torch.float32)
-            return states.new_full((len(states), at.stop - at.start), LOWEST, dtype=dtype)
+            return states.new_full((len(states), at.stop - at.start), LOWEST, dtype=dtype), None
         outputs = head.columns(at).product(states)
         if (place := self._place(number, at)) is not None:
             place.copy_(outputs)
-        return head.finish(outputs)
+        return outputs, head.cap
 
-    def read(self, number: int, at: slice) -> Tensor:
-        """Return the same logits, from memory if they are there; the caller may overwrite them."""
+    def read(self, number: int, at: slice) -> tuple[Tensor, float | None]:
+        """Return the same outputs, from memory if they are there; the caller may overwrite them."""
         place = self._place(number, at)
-        return self.compute(number, at) if place is None else self.models[number][0].finish(place)
+        return self.compute(number, at) if place is None else (place, self.models[number][0].cap)
 
     def _place(self, number: int, at: slice) -> Tensor | None:
         """Return the memory of outputs [K, v], None if there is none."""
@@ -307,6 +280,89 @@ class _Outputs:
             return None
         size = count * columns
         return self.memory[at].flatten()[number * size :][:size].view(count, columns)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function by torch.compile, for slices of all sizes."""
+    return torch.compile(function, dynamic=True)
+
+
+class _Read(NamedTuple):
+    """What the forward takes from a slice of n columns, [K, 1] each; None where not asked for."""
+
+    chosen: Tensor  # the logit of each target, 0 if it is not in the slice
+    sums: list[tuple[Tensor, Tensor]]  # of each model: max z, and the sum of exp(z - max z)
+    gap: Tensor | None  # E[z of the reference - z] under p within the slice
+    mean: Tensor | None  # E[z - max z], in the same way
+
+
+def _read(
+    outputs: list[tuple[Tensor, float | None]],
+    scales: list[Tensor | None],
+    target: Tensor,
+    start: int,
+    *,
+    gaps: bool,
+    entropy: bool,
+) -> _Read:
+    """Read a slice, whose first column is `start`; outputs: [K, n] and the cap of each model."""
+    pairs = zip(outputs, scales, strict=True)
+    logits = [_tempered(_finished(*each), scale) for each, scale in pairs]
+    policy = logits[0]  # [K, n]
+    index, inside = _columns(target, start, policy.shape[1])  # [K, 1] each
+    chosen = policy.gather(1, index).where(inside, 0.0)  # [K, 1]
+    probs = [z.softmax(-1) for z in logits]  # [K, n] each, within the slice
+    # max p = exp(0) / total
+    tops = [z.amax(-1, keepdim=True) for z in logits]  # [K, 1] each
+    sums = [(top, 1 / p.amax(-1, keepdim=True)) for top, p in zip(tops, probs, strict=True)]
+    gap = _mean(logits[1].sub_(policy), probs[0]) if gaps else None
+    mean = _mean(policy.sub_(tops[0]), probs[0]) if entropy else None  # last: it overwrites z
+    return _Read(chosen, sums, gap, mean)
+
+
+def _slope(
+    outputs: list[tuple[Tensor, float | None]],
+    scales: list[Tensor | None],
+    log_norms: list[Tensor],
+    target: Tensor,
+    start: int,
+    *,
+    slopes: tuple[Tensor | None, Tensor | None, Tensor | None],
+    entropies: Tensor | None,
+    slope_sum: Tensor | None,
+    mixture: float,
+) -> Tensor:
+    """Return the gradient of a slice's outputs, [K, n]; the arguments are those of `_read`.
+
+    slopes: the gradients of log-prob, entropy and divergence, [K, 1] each. With that of the
+    divergence a slice without the reference's outputs has none of its columns.
+    """
+    d_log_prob, d_entropy, d_divergence = slopes
+    logits, cap = _finished(*outputs[0]), outputs[0][1]  # [K, n]
+    cap_slope = None if cap is None else 1 - (logits / cap).square()  # [K, n]
+    log_p = _tempered(logits, scales[0]).sub_(log_norms[0])  # [K, n]
+    grad = log_p.exp()  # [K, n], p for now; dz = p * factor + added
+    factor: Tensor | float = 0.0 if d_log_prob is None else -d_log_prob  # [K, 1]
+    added = None
+    if d_divergence is not None:
+        assert slope_sum is not None
+        log_q = None
+        if len(outputs) > 1:
+            log_q = _tempered(_finished(*outputs[1]), scales[1]).sub_(log_norms[1])  # [K, n]
+        pull, added = _slopes(log_p, log_q, slope_sum, mixture)  # [K, n] or smaller
+        factor = pull.mul_(-d_divergence).add_(factor)
+        added = None if added is None else added.mul_(-d_divergence)
+    if d_entropy is not None:
+        factor = log_p.add_(entropies).mul_(-d_entropy).add_(factor)  # [K, n]
+    grad.mul_(factor)
+    if added is not None:
+        grad.add_(added)
+    if d_log_prob is not None:
+        index, inside = _columns(target, start, grad.shape[1])  # [K, 1] each
+        grad.scatter_add_(1, index, d_log_prob.where(inside, 0.0))
+    grad = grad if cap_slope is None else grad.mul_(cap_slope)
+    return _tempered(grad, scales[0])
 
 
 def _entropy(norm: "_Norm", mean_logits: list[Tensor]) -> Tensor:
@@ -360,7 +416,7 @@ def _mixture_divergence(
         if at.stop > min(sizes):
             break
         log_p, log_q = (  # not in place: what is read may be the memory
-            (outputs.read(i, at) / (1 if scales[i] is None else scales[i])) - log_norms[i]
+            _finished(*outputs.read(i, at)) / (1 if scales[i] is None else scales[i]) - log_norms[i]
             for i in (0, 1)
         )  # [K, v] each
         if mixture == 0:
@@ -387,11 +443,11 @@ def _slices(sizes: list[int], target: Tensor) -> list[slice]:
     return [slice(i, min(i + step, end)) for start, end in spans for i in range(start, end, step)]
 
 
-def _columns(target: Tensor, at: slice) -> tuple[Tensor, Tensor]:
-    """Return each token's place in a slice [K, 1], and whether it is there."""
-    index = target[:, None] - at.start
-    inside = (index >= 0) & (index < at.stop - at.start)
-    return index.clamp(0, at.stop - at.start - 1), inside
+def _columns(target: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return each token's place in a slice of `count` columns [K, 1], and whether it is there."""
+    index = target[:, None] - start
+    inside = (index >= 0) & (index < count)
+    return index.clamp(0, count - 1), inside
 
 
 def _mean(values: Tensor, probs: Tensor) -> Tensor:
@@ -417,6 +473,14 @@ def _joined(parts: list[tuple[Tensor, Tensor]]) -> _Norm:
     return _Norm(top, total.log(), tops, totals / total)
 
 
+def _finished(outputs: Tensor, cap: float | None) -> Tensor:
+    """Return the logits of outputs of the head's product, in at least float32."""
+    wide = torch.promote_types(outputs.dtype, torch.float32)
+    # A compiled function would write what is done in place back to its input.
+    logits = outputs.to(wide, copy=torch.compiler.is_compiling())
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 def _tempered(logits: Tensor, scale: Tensor | None) -> Tensor:
     """Divide logits by the temperature of their tokens."""
     return logits if scale is None else logits.div_(scale)
@@ -428,9 +492,3 @@ def _per_token(temperature: Tensor | float, keep: Tensor) -> Tensor | None:
     if bool((value == 1).all()):
         return None
     return value.reshape(-1, 1).expand(keep.shape)[keep].unsqueeze(-1)
-
-
-def placed(values: Tensor, keep: Tensor) -> Tensor:
-    """Put values [K, *] at the kept places of a zero [B, T, *]."""
-    out = values.new_zeros(*keep.shape, *values.shape[1:])
-    return out.masked_scatter(keep.reshape(*keep.shape, *[1] * (values.ndim - 1)), values)

@@ -1,5 +1,6 @@
 """The policy on a Hugging Face causal language model, with leash's sampler and scorer."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,7 +37,11 @@ class TransformersPolicy(ChatPolicy):
     @property
     def device(self) -> torch.device:
         """Return the device of forwards: that of the weights unless they are sharded."""
-        return self.scorer.placement.device or super().device
+        return self.scorer.device
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """Return the context of a rollout, in which each rank holds all weights."""
+        return self.scorer.placement.gather()
 
     @torch.no_grad()
     def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:

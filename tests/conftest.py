@@ -9,12 +9,12 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from runs import SMALL, WANDB, Finished, train
+from support.runs import SMALL, WANDB, Finished, train
 from tensordict import list_to_stack, set_list_to_stack
 
 from policies.cache import cache_dir
 
-pytest.register_assert_rewrite("specification_rows")
+pytest.register_assert_rewrite("support.specification", "support.wrappers", "support.rollouts")
 hypothesis.settings.register_profile("leash", derandomize=True, max_examples=25, deadline=None)
 hypothesis.settings.load_profile("leash")
 # A shell that started this in the background had it ignored, and so would every run.

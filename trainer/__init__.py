@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from trainer.pages.trackers.accelerate import AccelerateTracker as AccelerateTracker
     from trainer.pages.trackers.jsonl import JsonlTracker as JsonlTracker
     from trainer.pages.trackers.wandb import WandbTracker as WandbTracker
-    from trainer.reward_modelling import PreferenceObjective as PreferenceObjective
-    from trainer.reward_modelling import PreferencePairs as PreferencePairs
+    from trainer.preference_pairs import PreferenceObjective as PreferenceObjective
+    from trainer.preference_pairs import PreferencePairs as PreferencePairs
     from trainer.runtime import Runtime as Runtime
     from trainer.sources import DropTruncated as DropTruncated
     from trainer.sources import DynamicRollouts as DynamicRollouts

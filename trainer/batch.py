@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
 
 
 class Entry(NamedTuple):
@@ -20,6 +21,7 @@ class Entry(NamedTuple):
 
 BatchFunction = Callable[[TensorDictBase], TensorDictBase]
 
+MASKS = ("response", "assistant", "prompt", "attention")  # names of masks of tokens
 KEYS: dict[NestedKey, Entry] = {
     ("tokens", "full"): Entry("[B, T] int64", "the exact ids of all turns"),
     ("masks", "all_attention_mask"): Entry("[B, T] bool", "real tokens"),
@@ -136,3 +138,20 @@ def check_written(batch: TensorDictBase, keys: Iterable[NestedKey], part: Any) -
         )
         text = f"expected {type(part).__name__} to write {name}, {kind}: {about}"
         raise ValueError(f"{text}; got {got}{remedy}")
+
+
+def named_mask(batch: TensorDictBase, name: str) -> Tensor:
+    """Return which tokens of trajectories a name means, [B, T].
+
+    response: what was sampled; prompt: of that what follows the last prompt, the last turn;
+    assistant: the assistant's messages, a data set's too; attention: all tokens.
+    """
+    if name not in MASKS:
+        raise ValueError(f"expected a mask among {MASKS}, got {name!r}")
+    if name != "prompt":
+        return batch.get(("masks", f"all_{name}_mask"))
+    sampled = batch.get(("masks", "all_response_mask"))  # [B, T]
+    begins = sampled.clone()
+    begins[:, 1:] &= ~sampled[:, :-1]
+    turn = begins.cumsum(-1)  # of each token, from 1
+    return sampled & (turn == turn[:, -1:])

@@ -13,6 +13,7 @@ from torch import Tensor
 from envs.env import Env
 from policies.chats.containers import LogProbs, Masks, Tokens
 from policies.chats.messages import OF_CHAT
+from policies.host import send
 from policies.padding import compact, pad, pad_mask, positions, widen
 from policies.protocols import Generator
 from trainer.batch import RESPONSE
@@ -49,14 +50,15 @@ class Trajectories:
 
     def append(self, rows: Tensor, mask: Tensor, **values: Tensor) -> None:
         """Append the masked entries of `values` [A, n] to A rows; fields without values get 0."""
-        column = (self.lengths[rows].unsqueeze(-1) + positions(mask))[mask]
-        row = rows.unsqueeze(-1).expand_as(mask)[mask]
+        places = mask.nonzero().unbind(1)  # [K] each; a bool index waits for the device each time
+        column = (self.lengths[rows].unsqueeze(-1) + positions(mask))[places]  # [K]
+        row = rows[places[0]]  # [K]
         self.lengths[rows] += mask.sum(-1)
         width = int(self.lengths.max())
         for name, before in self.tokens.items():
             after = widen(before, width)
             if name in values:
-                after[row, column] = values[name][mask]
+                after[row, column] = values[name][places]
             self.tokens[name] = after
 
     def record(self, rows: Tensor, td: TensorDictBase) -> None:
@@ -134,14 +136,14 @@ class Trajectories:
         batch.set("loss_mask", tokens["response"].clone())
         batch.set("reward_raw", tokens["reward"])
         for name, total in self.parts.items():
-            batch.set(("reward_part", name), total.float().to(device))
+            batch.set(("reward_part", name), send(total.float(), device))
         for name, total in self.logged.items():
-            batch.set(("logged", name), total.float().to(device))
+            batch.set(("logged", name), send(total.float(), device))
         for name, flags in self.flags.items():
-            batch.set(name, flags.to(device))
-        batch.set("reward_errors", self.errors.float().to(device))
-        batch.set("group_id", group_id.to(device))
-        batch.set("policy_version", self.version.to(device))
+            batch.set(name, send(flags, device))
+        batch.set("reward_errors", send(self.errors.float(), device))
+        batch.set("group_id", send(group_id, device))
+        batch.set("policy_version", send(self.version, device))
         batch.set("temperature", torch.full((size,), policy.temperature or 1.0, device=device))
         batch.set("prompt", NonTensorStack(*self.prompts))
         batch.set("system", NonTensorStack(*self.systems))

@@ -22,10 +22,9 @@ from envs.rows import is_listed
 from envs.tasks.task import Response, Task
 from policies.protocols import Generator
 from policies.random import fold
-from policies.scorer import LOCAL, placement_of
 from trainer.collect import collect
 from trainer.kl import FRONTIER_FILE
-from trainer.metrics import name_of_training, scores_by_row
+from trainer.metrics import name_of_training, on_host, scores_by_row
 from trainer.runtime import Runtime
 from trainer.transcripts import transcript
 
@@ -65,7 +64,6 @@ class Evaluate:
         self.set_rows(_draw(task, task.rows("eval"), max_rows))
         self.runtime, self.prompts_per_batch, self.every = runtime, prompts_per_batch, every
         self.retrieve_kl = retrieve_kl
-        self.placements = placement_of(generator), placement_of(retrieve_kl)
         wanted = ("sampled", num_samples, temperature), ("greedy", int(greedy), 0.0)
         self.plans = [self.plan(*each) for each in wanted if each[1]]
         self.efficiency = _efficiency(frontier, runtime.folder / FRONTIER_FILE)
@@ -118,7 +116,7 @@ class Evaluate:
             if kind == "before":
                 self._sample_reference(efficiency, on_progress)
             on_batch = efficiency.keep_scores(on_batch)
-        with self.placements[0].gather():  # samplers' steps differ by rank
+        with self.generator.sampling():
             scores, records = self._play(iteration, kind, on_progress, on_batch)
         if efficiency is not None:
             responses = self.runtime.merge_rows(efficiency.responses)
@@ -194,9 +192,9 @@ class Evaluate:
                 batch: TensorDictBase = collect(self._prompts(part), env, generator, learn=False)
                 if name == "sampled":
                     batch = self.retrieve_kl(batch)
-                yield batch, part
+                yield on_host(batch), part
             elif name == "sampled":
-                self._join_scoring()
+                self.retrieve_kl.join()
 
     def _accuracies(self, name: str, size: int, total: dict[str, float]) -> dict[str, float]:
         """Return the accuracy of a plan, of each label, and pass@k."""
@@ -208,16 +206,6 @@ class Evaluate:
         if size > 1:  # at k = all samples, the HumanEval estimator
             out[f"eval/pass@{size}"] = total["solved"] / rows
         return out
-
-    @torch.no_grad()
-    def _join_scoring(self) -> None:
-        """Join the other ranks' forwards of a sharded reference, without a row of this rank."""
-        with self.placements[1].forwards(0) as count:
-            for _ in range(count):
-                ids = torch.zeros(1, 2, dtype=torch.int64, device=self.runtime.device)  # [1, 2]
-                self.retrieve_kl.scorer(
-                    ids, torch.ones_like(ids).bool(), torch.zeros_like(ids).bool()
-                )
 
     def _empty_sums(self) -> dict[str, float]:
         """Return the sums that `_count` adds to, all 0."""
@@ -313,7 +301,6 @@ def sample(
     player.efficiency = player.beside = None
     size = play.prompts_per_batch * 8 // samples  # in responses as with eval.num_samples=8
     player.prompts_per_batch = max(1, size)
-    player.placements = (play.placements[0], LOCAL)  # no KL is measured
     player(0, on_progress=on_progress, on_batch=on_batch)
     rows = play.runtime.merge_rows(scores)
     reward = [[round(value, 6) for value in each["reward"]] for each in rows.values()]

@@ -8,7 +8,7 @@ is over all sampled tokens, also those that filters remove from the loss mask.
 import math
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from policies.layout import groups
@@ -20,6 +20,13 @@ from trainer.runtime import Runtime
 PER_TOKEN = ("kl/ref", "kl/ref_k3", "kl/teacher", "kl/teacher_k3")
 PER_JUDGED_ROW = ("reward/mean", "reward/raw_mean", "square", "kl/ref_sequence")
 PER_JUDGED_ROW += ("kl/teacher_sequence",)
+
+
+def on_host(batch: TensorDictBase) -> TensorDictBase:
+    """Return the batch on the CPU for what reads single values, without the reference's states."""
+    texts = [key for key, value in batch.items() if is_non_tensor(value)]
+    out = batch.exclude(*texts, "ref_states").to("cpu").clear_device_()
+    return out.update(batch.select(*texts))
 
 
 def summarize(

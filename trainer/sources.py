@@ -18,9 +18,7 @@ from envs.tasks.task import Task
 from policies.padding import widen
 from policies.protocols import Generator
 from policies.random import fold
-from policies.scorer import placement_of
-from policies.token_distribution import named_mask
-from trainer.batch import BatchFunction
+from trainer.batch import BatchFunction, named_mask
 from trainer.collect import collect
 from trainer.metrics import idle_groups
 from trainer.runtime import Runtime
@@ -110,7 +108,7 @@ class Rollouts:
 
     def __call__(self, iteration: int) -> TensorDictBase:
         """Return this rank's trajectories of the iteration, [B, T]."""
-        with placement_of(self.generator).gather():
+        with self.generator.sampling():
             batch = self.sample(iteration)
         return self.finished(batch)
 

@@ -1,7 +1,7 @@
 """Early ends of a run: Ctrl-C and SIGTERM, a metric at its target, or no more improvement.
 
-After a stop signal `Trainer` saves where it catches `Stopped`; the launcher passes signals on to
-the ranks (trainer/runs/launch.py). Imports no torch: the parent process uses it too.
+After a stop signal `Trainer._save` saves, if checkpoint.on_stop is true; the launcher passes
+signals on to the ranks (trainer/runs/launch.py). Imports no torch: the parent process uses it too.
 """
 
 import math

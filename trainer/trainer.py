@@ -33,7 +33,7 @@ from trainer.batch import (
 from trainer.checkpoint import Checkpoints, remove, save_model
 from trainer.evaluation import Evaluate
 from trainer.kl.reference import NoReference, Reference
-from trainer.metrics import summarize
+from trainer.metrics import on_host, summarize
 from trainer.observer import Observer
 from trainer.resuming import Progress, restore_run
 from trainer.runtime import Runtime, check_agreement, peak_memory, recorder
@@ -106,6 +106,7 @@ class Trainer:
             self.last_sync = sync(self.policy, self.generator, last=self.last_sync)
             self.retrieve_kl.refresh(i + 1)
             clock.lap("sync")
+            batch = on_host(batch)
             metrics |= summarize(batch, self.runtime, rewarded=self.evaluate.task.rewarded)
             metrics |= {each.names.coeff: each.coeff for each in self.update.leash.each}
             metrics |= self.runtime.all_reduce_max(self.last_sync.metrics())

@@ -2,11 +2,15 @@
 
 `token_weights` sets `weight` [B, T] over the tokens of an optimiser step on all ranks, before any
 split. So the gradient does not depend on micro-batches, padding, order or ranks.
+
+All of an iteration is planned from one copy of the masks on the CPU: a GPU waits for the copy, for
+the norm of each optimiser step, and for the metrics at the end.
 """
 
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -14,8 +18,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from policies.host import OnHost, send
 from policies.layout import groups, pack_rows
-from policies.random import in_float64
+from policies.precision import in_float64
 from policies.scorer import Scorer
 from trainer.batch import batch_keys
 from trainer.kl.leash import Leash, charged_in_reward, check_charged
@@ -23,15 +28,21 @@ from trainer.losses import token_weights
 from trainer.objectives import EntropyBonus, Objective, Terms
 from trainer.runtime import Runtime
 
-# Keys that the update and the scorer read; `objective.reads` has the others.
-SCORED = batch_keys(
-    ("tokens", "full"),
-    ("masks", "all_attention_mask"),
-    "loss_mask",
-    "temperature",
-    "group_id",
-    "ref_states",
+# Keys that say where tokens lie; the scorer reads them on the CPU.
+PLANNED = batch_keys(
+    ("tokens", "full"), ("masks", "all_attention_mask"), "loss_mask", "temperature", "group_id"
 )
+# Keys that the update and the scorer read; `objective.reads` has the others.
+SCORED = (*PLANNED, *batch_keys("ref_states"))
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """An optimiser step as planned on the CPU."""
+
+    tokens: float  # loss tokens on all ranks
+    # Rows of each micro-batch and their keys PLANNED and "weight"; every rank has as many.
+    parts: list[tuple[list[int], TensorDictBase]]
 
 
 class Update:
@@ -92,27 +103,27 @@ class Update:
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
         """Take the optimiser steps of one iteration; return the metrics of its last epoch."""
         self.in_reward = charged_in_reward(self.leash, batch)
-        original, batch = batch, batch.select(*SCORED, *self.objective.reads, strict=False)
-        original.pop("ref_states", None)  # large, and read here only
+        plan = self._plan(batch.select(*PLANNED, strict=False).to("cpu")) * self.epochs
+        batch = batch.select(*SCORED, *self.objective.reads, strict=False)
         self.scorer.train()
-        log, first = _Log(), dict[str, float]()
-        parts = split_rows(batch, self.minibatches) * self.epochs
+        log, first = _Log(), _Log()
         start, not_taken = self.step, 0
-        for number, rows in enumerate(parts):
+        for number, minibatch in enumerate(plan):
             log = log if number % self.minibatches else _Log()  # one per epoch
-            if not self._step(select_rows(batch, rows), log):
-                not_taken = len(parts) - number
+            if not self._step(batch, minibatch, log):
+                not_taken = len(plan) - number
                 break
             # `first`: the first minibatch with loss tokens, scored by the weights that sampled it.
-            first = first or (log.result(self.runtime) if log.sums else {})
-        self.step = start + len(parts)  # schedules also count the steps not taken
+            if not first.sums:
+                first.join(log)
+        self.step = start + len(plan)  # schedules also count the steps not taken
         self.scorer.eval()
         metrics = log.result(self.runtime)
-        if "kl/mismatch" in first:
-            metrics["kl/mismatch"] = first["kl/mismatch"]
+        if "kl/mismatch" in first.sums:
+            metrics["kl/mismatch"] = first.result(self.runtime)["kl/mismatch"]
         metrics["optim/skipped_steps"] = float(self.skipped)
         if self.target_kl is not None:
-            metrics["optim/early_stopped"] = not_taken / len(parts)
+            metrics["optim/early_stopped"] = not_taken / len(plan)
         metrics["policy/entropy_coeff"] = self.entropy.coeff
         if "policy/entropy" in metrics:
             self.entropy.update(metrics["policy/entropy"])
@@ -127,31 +138,58 @@ class Update:
         self.step, self.skipped = state["step"], state["skipped"]
         self.entropy.load_state_dict(state["entropy"])
 
-    def _step(self, batch: TensorDictBase, log: "_Log") -> bool:
+    def _plan(self, batch: TensorDictBase) -> list[Minibatch]:
+        """Return the minibatches of a batch on the CPU; their totals are over all ranks."""
+        rows, totals = split_rows(batch, self.minibatches), dict[str, float]()
+        minibatches = [select_rows(batch, each) for each in rows]
+        parts = [self._micro_batches(minibatch) for minibatch in minibatches]
+        for i, minibatch in enumerate(minibatches):
+            mask = minibatch.get("loss_mask")  # [B, T] of the minibatch
+            totals |= {f"tokens {i}": float(mask.sum()), f"rows {i}": float(mask.any(-1).sum())}
+        totals = self.runtime.all_reduce_sum(totals)
+        counts = {f"{i}": float(len(each)) for i, each in enumerate(parts)}
+        counts = self.runtime.all_reduce_max(counts)
+        plan = []
+        for i, minibatch in enumerate(minibatches):
+            tokens = totals[f"tokens {i}"]
+            weight = token_weights(  # [B, T]
+                minibatch.get("loss_mask"),
+                self.aggregation,
+                total_tokens=tokens,
+                total_rows=totals[f"rows {i}"],
+                max_tokens=self.max_tokens,
+            )
+            minibatch.set("weight", weight)
+            # Each rank gets the same number of micro-batches, some empty.
+            every = parts[i] + [[]] * (int(counts[f"{i}"]) - len(parts[i]))
+            of_batch = [[rows[i][row] for row in part] for part in every]
+            plans = [select_rows(minibatch, part) for part in every]
+            plan.append(Minibatch(tokens, [*zip(of_batch, plans, strict=True)]))
+        return plan
+
+    def _micro_batches(self, batch: TensorDictBase) -> list[list[int]]:
+        """Return row lists within the token bound."""
+        attention, ids = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
+        limit = self.micro_batch_tokens
+        return pack_rows(attention, limit, group_id=ids, padded=not self.packing)
+
+    def _step(self, batch: TensorDictBase, minibatch: Minibatch, log: "_Log") -> bool:
         """Take one optimiser step, unless the minibatch is empty or its gradient is not finite.
 
         Return False, without a step, if the policy has moved further than `target_kl`.
         """
-        mask = batch.get("loss_mask")  # [B, T] of the minibatch
-        totals = {"tokens": float(mask.sum()), "rows": float(mask.any(-1).sum())}
-        totals = self.runtime.all_reduce_sum(totals)
         rate = self.lr(self.step)
         iteration = self.step // (self.epochs * self.minibatches)
         self.step += 1
-        if totals["tokens"] == 0:
+        if minibatch.tokens == 0:
             self.skipped += 1
             return True
-        weight = token_weights(  # [B, T]
-            mask,
-            self.aggregation,
-            total_tokens=totals["tokens"],
-            total_rows=totals["rows"],
-            max_tokens=self.max_tokens,
-        )
-        batch.set("weight", weight)
-        parts, step_log = self._micro_batches(batch), _Log()
-        for number, rows in enumerate(parts):
-            self._backward(select_rows(batch, rows), step_log, last=number + 1 == len(parts))
+        rows, step_log = [rows for rows, _ in minibatch.parts], _Log()
+        index = send(torch.tensor([*chain(*rows)], dtype=torch.int64), _device(batch))  # [B]
+        indices = index.split([len(each) for each in rows])  # [b] of each micro-batch
+        for number, (_, plan) in enumerate(minibatch.parts):
+            part, last = batch[indices[number]], number + 1 == len(rows)
+            self._backward(part, plan, step_log, last=last)
         limit = self.max_grad_norm or math.inf
         norm = self.runtime.clip(self.scorer.parameters(), limit)
         step_log.notes = {"optim/lr": [rate], "optim/grad_norm": [norm]}
@@ -168,15 +206,21 @@ class Update:
         self.optimizer.zero_grad(set_to_none=True)
         return not too_far
 
-    def _backward(self, batch: TensorDictBase, log: "_Log", *, last: bool) -> None:
+    def _backward(
+        self, batch: TensorDictBase, plan: TensorDictBase, log: "_Log", *, last: bool
+    ) -> None:
+        """Add the gradient of a micro-batch; `plan` has its keys PLANNED and "weight"."""
         accelerator = self.runtime.accelerator
+        where = {key: OnHost(plan.get(key)) for key in PLANNED if plan.get(key, None) is not None}
+        weight = send(plan.get("weight"), _device(batch))  # [b, T]
+        batch.set("weight", weight)
         with nullcontext() if last else accelerator.no_sync(self.scorer):
             scores = self.scorer(
-                batch.get(("tokens", "full")),
-                batch.get(("masks", "all_attention_mask")),
-                batch.get("loss_mask"),
-                temperature=batch.get("temperature"),
-                group_id=batch.get("group_id", None),
+                where["tokens", "full"],
+                where["masks", "all_attention_mask"],
+                where["loss_mask"],
+                temperature=where["temperature"],
+                group_id=where.get("group_id"),
                 entropy=True,
                 learn_entropy=self.entropy.coeff > 0,
                 reference=self.reference,
@@ -187,7 +231,7 @@ class Update:
             )
             terms = self.objective(scores, batch)  # [B, T] each
             check_charged(self.leash, in_reward=self.in_reward, in_loss=terms.loss.keys())
-            weight, loss = batch.get("weight"), terms.loss | self.entropy(scores)
+            loss = terms.loss | self.entropy(scores)
             if self.router_coeff:
                 loss["router"] = self.router_coeff * scores.imbalance
             losses = {name: (weight * term).sum() for name, term in loss.items()}  # scalars
@@ -195,17 +239,9 @@ class Update:
             accelerator.backward(sum(losses.values()) * self.runtime.ranks)
         log.add(terms, losses, batch.get("loss_mask"))
 
-    def _micro_batches(self, batch: TensorDictBase) -> list[list[int]]:
-        """Return row lists within the token bound; each rank gets the same number, some empty."""
-        attention, ids = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
-        limit = self.micro_batch_tokens
-        parts = pack_rows(attention, limit, group_id=ids, padded=not self.packing)
-        count = int(self.runtime.all_reduce_max({"n": float(len(parts))})["n"])
-        return parts + [[]] * (count - len(parts))
-
 
 def select_rows(batch: TensorDictBase, rows: list[int]) -> TensorDictBase:
-    """Return these rows of the batch; `rows` may be empty."""
+    """Return these rows of a batch on the CPU; `rows` may be empty."""
     return batch[torch.tensor(rows, dtype=torch.int64)]
 
 
@@ -219,6 +255,10 @@ def split_rows(batch: TensorDictBase, count: int) -> list[list[int]]:
         prompts = f"the {len(rows)} prompts of a rank"
         raise ValueError(f"expected algorithm.minibatches={count} to divide {prompts}")
     return [list(chain(*rows[i::count])) for i in range(count)]
+
+
+def _device(batch: TensorDictBase) -> torch.device:
+    return batch.get("loss_mask").device
 
 
 class _Log:
@@ -253,16 +293,13 @@ class _Log:
 
     def result(self, runtime: Runtime) -> dict[str, float]:
         """Return the metrics of all ranks."""
-        sums = runtime.all_reduce_sum(_floats(self.sums))
+        values = [in_float64(v) for v in (*self.sums.values(), *self.maxima.values())]
+        numbers = torch.stack(values).tolist() if values else []  # one copy from the device
+        sums = runtime.all_reduce_sum(dict(zip(self.sums, numbers, strict=False)))
         tokens = max(sums.pop("tokens", 0.0), 1.0)
         steps = max(len(self.notes.get("optim/lr", [])), 1)
         out = {k: v / (steps if k.startswith("loss/") else tokens) for k, v in sums.items()}
         out["loss/total"] = sum(v for k, v in out.items() if k.startswith("loss/"))
-        out |= runtime.all_reduce_max(_floats(self.maxima))
+        largest = zip(self.maxima, numbers[len(self.sums) :], strict=True)
+        out |= runtime.all_reduce_max(dict(largest))
         return out | {name: sum(v) / len(v) for name, v in self.notes.items()}
-
-
-def _floats(values: dict[str, Tensor]) -> dict[str, float]:
-    """Return scalar tensors as numbers, in one copy from the device."""
-    numbers = torch.stack([in_float64(v) for v in values.values()]).tolist() if values else []
-    return dict(zip(values, numbers, strict=True))

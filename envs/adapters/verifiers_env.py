@@ -26,7 +26,7 @@ from envs.adapters.episodes import Episode, Episodes, Turn
 from envs.chat_rows import split_off
 from envs.rows import LazyRows
 from envs.tasks.task import Message, Response, Reward, Row, assistant
-from envs.torchrl.tool_parsers import XMLBlockParser
+from envs.tools.parsers import XMLBlockParser
 from policies.optional_packages import EXTRAS
 
 # Errors while chats are scored: the library only logs them and scores 0.

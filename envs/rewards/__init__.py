@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from envs.rewards.functions import Registered as Registered
     from envs.rewards.functions import RewardFunction as RewardFunction
     from envs.rewards.judge import Judge as Judge
+    from envs.rewards.learnt_score import RewardModel as RewardModel
     from envs.rewards.rewarded import Rewarded as Rewarded
-    from envs.rewards.rewarded import RewardModel as RewardModel
     from envs.rewards.trl_function import TRLFunction as TRLFunction
     from envs.rewards.workers import SubprocessReward as SubprocessReward
     from envs.rewards.workers import Workers as Workers

@@ -20,7 +20,7 @@ ON_ERROR = ("raise", "zero", "drop_group")
 FAULTS = (Exception, SystemExit, asyncio.CancelledError)  # errors of a user's code; Ctrl-C is none
 
 
-class Refused(Exception):
+class SetupError(Exception):
     """An error of the set-up, not of a response: it ends the run for any `on_error`."""
 
 
@@ -105,7 +105,9 @@ class Registered(RewardFunction):
         if self.function is not None:
             return self.function.scores(rows, responses)
         gone = f"{self.name} was given to conf.api.train by Python code that has ended"
-        return [Refused(f"{gone}; put it into a file and name that: docs/own_task.md")] * len(rows)
+        return [SetupError(f"{gone}; put it into a file and name that: docs/own_task.md")] * len(
+            rows
+        )
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -154,10 +156,10 @@ def gather(
     async def everything() -> list[Score]:
         return await asyncio.gather(*map(one, rows, responses))
 
-    return finished(everything())
+    return run_to_end(everything())
 
 
-def finished(work: Coroutine[Any, Any, Any]) -> Any:
+def run_to_end(work: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine to its end and return the result."""
     try:
         asyncio.get_running_loop()

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from envs.rewards.functions import Refused, RewardFunction, Score, gather
+from envs.rewards.functions import RewardFunction, Score, SetupError, gather
 from envs.tasks.task import Response, Row
 
 PROMPT = """\
@@ -120,7 +120,7 @@ class Judge(RewardFunction):
                     return self.read(content(answer.content))
                 if code in HOPELESS:
                     key_name = self.key_variable or "key_variable"
-                    raise Refused(f"{self.url}: {fault}; check url, model and ${key_name}")
+                    raise SetupError(f"{self.url}: {fault}; check url, model and ${key_name}")
                 if code != 429 and code < 500:
                     break
                 with suppress(KeyError, ValueError):  # absent, or a date

@@ -1,12 +1,11 @@
-"""Weighted sums of rewards for one task (`env.rewards`), and the reward model among them."""
+"""Weighted sums of rewards for one task (`env.rewards`)."""
 
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 
 from envs.rewards.compute import columns_hint, compute_rewards, error_location
-from envs.rewards.functions import Refused, RewardFunction, Score
-from envs.tasks.learnt_reward import LearntScore
+from envs.rewards.functions import RewardFunction, Score, SetupError
 from envs.tasks.task import Message, Response, Reward, Row, Split, Task, rewards_anything
 
 
@@ -103,7 +102,7 @@ class Rewarded(Task):
 
     def _tell(self, name: str, error: Exception, row: Row) -> None:
         """Raise an error that ends the run; warn of the first one that does not."""
-        if isinstance(error, Refused):
+        if isinstance(error, SetupError):
             raise ValueError(f"env.rewards.{name}: {error}") from error
         text = f"reward {name}: {type(error).__name__}: {error}"
         notes = "; ".join(getattr(error, "__notes__", ()))  # from another process
@@ -116,22 +115,3 @@ class Rewarded(Task):
         if name not in self._warned:
             self._warned.add(name)
             warnings.warn(f"{text} (on_error={action}; counted in reward/errors)", stacklevel=2)
-
-
-class RewardModel(RewardFunction):
-    """The score of a reward model at the end of each chat, within +-`score_clip`.
-
-    `model`: as `reward_model` of `LearntReward`.
-    """
-
-    tried = False  # it would load a model
-
-    def __init__(
-        self, model: str, *, weight: float = 1.0, on_error: str = "raise", score_clip: float = 10.0
-    ) -> None:
-        super().__init__(weight=weight, on_error=on_error)
-        self.score = LearntScore(model, score_clip, name="model")
-
-    def scores(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Score]:
-        """Return the model's score of each chat, all scored together."""
-        return [self.score.clipped(score) for score in self.score.score_responses(responses)]

@@ -12,12 +12,12 @@ from envs.rewards.functions import (
     FAULTS,
     REGISTERED,
     Function,
-    Refused,
     RewardFunction,
     Score,
+    SetupError,
     as_error,
     as_score,
-    finished,
+    run_to_end,
 )
 from envs.tasks.task import Response, Row, assistant
 
@@ -62,20 +62,20 @@ class TRLFunction(RewardFunction):
             return []
         try:
             values = self.function(**self._arguments(rows, responses))
-            values = finished(_wait(values)) if inspect.isawaitable(values) else values
+            values = run_to_end(_wait(values)) if inspect.isawaitable(values) else values
             count = len(values) if hasattr(values, "__len__") else f"{values!r:.80}"
             if count != len(rows):
-                raise Refused(f"expected {len(rows)} rewards, got {count}")
+                raise SetupError(f"expected {len(rows)} rewards, got {count}")
             return [math.nan if value is None else as_score(value) for value in values]
         except FAULTS as error:
-            if self.on_error == "raise" or len(rows) == 1 or isinstance(error, Refused):
+            if self.on_error == "raise" or len(rows) == 1 or isinstance(error, SetupError):
                 return [as_error(error)] * len(rows)
         return [
             self.scores([row], [response])[0] for row, response in zip(rows, responses, strict=True)
         ]
 
     def _arguments(self, rows: Sequence[Row], responses: Sequence[Response]) -> dict[str, Any]:
-        """Return the arguments of the function; Refused if it needs more."""
+        """Return the arguments of the function; SetupError if it needs more."""
         pairs = list(zip(rows, responses, strict=True))
         prompts: list[Any] = [response.messages[:-1] or row["messages"] for row, response in pairs]
         completions: list[Any] = [[assistant(response.text)] for response in responses]
@@ -88,7 +88,7 @@ class TRLFunction(RewardFunction):
         out = {"prompts": prompts, "completions": completions}
         out |= {name: [row.get(name) for row in cells] for name in names}
         if lacking := [name for name in self.needs if name not in out]:
-            raise Refused(
+            raise SetupError(
                 f"the function needs {', '.join(lacking)}, got the columns {', '.join(names)}; "
                 "rename a column or an argument"
             )

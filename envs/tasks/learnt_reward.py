@@ -1,49 +1,15 @@
-"""Reward responses with a trained reward model, as in arXiv 2009.01325 (summarisation).
+"""The task of env=learnt_reward: a reward model rewards responses, as in arXiv 2009.01325.
 
 Prompts come from a data set; its responses are the labels. The default are the packaged pairs of
 sorted digits, whose reward model `experiment=rm_tiny` trains.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
+from envs.rewards.learnt_score import LearntScore
 from envs.tasks.dataset import SORTED_DIGITS, DatasetTask
-from envs.tasks.task import Message, Response, Reward, Row, assistant
-from policies.models.find import no_reward_model
-
-
-class LearntScore:
-    """Score chats by a reward model, loaded at the first chat.
-
-    A folder (`name` in errors) is checked at once; experiment:<name> is resolved later.
-    """
-
-    def __init__(self, folder: str, clip: float, *, name: str) -> None:
-        fault = None if folder.startswith("experiment:") else no_reward_model(folder)
-        if fault:
-            raise ValueError(f"{name}: {fault}; python train.py experiment=rm_tiny makes one")
-        self.folder, self.clip = folder, clip
-
-    @cached_property
-    def _model(self):
-        from policies.models.reward_model import ChatRewards
-
-        return ChatRewards(self.folder)
-
-    def score_responses(self, responses: Sequence[Response]) -> list[float]:
-        """Return the score at the end of each response, all scored together."""
-        return self._model(
-            [response.messages for response in responses], [r.complete for r in responses]
-        )
-
-    def chats(self, chats: Sequence[list[Message]]) -> list[float]:
-        """Return the score at the end of each complete chat."""
-        return self._model(chats)
-
-    def clipped(self, score: float) -> float:
-        """Return a score within +-clip."""
-        return min(max(score, -self.clip), self.clip)
+from envs.tasks.task import Response, Reward, Row, assistant
 
 
 class LearntReward(DatasetTask):

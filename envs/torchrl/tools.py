@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from envs.rewards.functions import Refused
+from envs.rewards.functions import SetupError
+from envs.tools.parsers import Parser, PatternParser, ToolCall
 from envs.tools.process import as_text
 from envs.tools.results import ToolTransformBase
-from envs.torchrl.tool_parsers import Parser, PatternParser, ToolCall
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class ExecuteToolsInOrder(ToolTransformBase):
         try:
             tool = self.registry.get(call.tool)
             return True, as_text(_within(self.timeout, partial(tool, call.args, state)))
-        except Refused as error:  # a fault of the set-up
+        except SetupError as error:  # a fault of the set-up
             raise ValueError(str(error)) from error
         except (Exception, SystemExit) as error:  # any other error is a result for the policy
             text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 from policies.lazy import lazy
 
 if TYPE_CHECKING:
+    from envs.tools.parsers import JSONCallParser as JSONCallParser
+    from envs.tools.parsers import ToolCall as ToolCall
+    from envs.tools.parsers import XMLBlockParser as XMLBlockParser
     from envs.tools.python_tool import PythonTool as PythonTool
     from envs.tools.results import ToolTransformBase as ToolTransformBase
     from envs.torchrl.kl import KLComputation as KLComputation
@@ -21,9 +24,6 @@ if TYPE_CHECKING:
     from envs.torchrl.ray import RetrieveKL as RetrieveKL
     from envs.torchrl.step_counter import StepCounter as StepCounter
     from envs.torchrl.tokenizer import IncrementalTokenizer as IncrementalTokenizer
-    from envs.torchrl.tool_parsers import JSONCallParser as JSONCallParser
-    from envs.torchrl.tool_parsers import ToolCall as ToolCall
-    from envs.torchrl.tool_parsers import XMLBlockParser as XMLBlockParser
     from envs.torchrl.tools import ExecuteToolsInOrder as ExecuteToolsInOrder
     from envs.torchrl.tools import SimpleToolTransform as SimpleToolTransform
     from envs.torchrl.tools import Tool as Tool

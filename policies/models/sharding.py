@@ -30,6 +30,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from policies.host import bare
 from policies.padding import predicted
 from policies.scorer import Placement, Scorer
 
@@ -151,11 +152,11 @@ class ShardedScorer(Scorer):
 
     def forward(self, tokens: Tensor, attention_mask: Tensor, keep=None, **how: Any) -> Any:
         """Score as the base class does; without tokens to keep, run a dummy that counts 0."""
-        empty = not predicted(attention_mask, keep).any()
+        empty = not predicted(bare(attention_mask), bare(keep)).any()
         rows: tuple[Any, ...] = (tokens, attention_mask, keep)
         if empty:
             how |= {"temperature": 1.0, "group_id": None}
-            rows = _dummy(tokens.device)
+            rows = _dummy(self.device)
         call = partial(super().forward, *rows, **how)
         reference = how.get("reference")
         if isinstance(reference, ShardedScorer) and reference.owner is None:
@@ -164,17 +165,17 @@ class ShardedScorer(Scorer):
         results = {field.name: getattr(done, field.name) for field in fields(done)}
         results = {name: x for name, x in results.items() if x is not None}
         if empty:
-            zeros = torch.zeros(tokens.shape, device=tokens.device)
+            zeros = torch.zeros(bare(tokens).shape, device=self.device)
             return replace(done, **{name: zeros + 0 * x.sum() for name, x in results.items()})
         # FSDP attaches its hooks to the outputs; a view would lose them.
         return replace(done, **{n: x.clone() for n, x in results.items() if x._base is not None})
 
     def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, *, group_id=None) -> Tensor:
         """Return the values alone, as the base class does."""
-        if predicted(attention, keep).any():
+        if predicted(bare(attention), bare(keep)).any():
             return super().values(tokens, attention, keep, group_id=group_id)
-        anchor = 0 * super().values(*_dummy(tokens.device)).sum()
-        return torch.zeros(tokens.shape, device=tokens.device) + anchor
+        anchor = 0 * super().values(*_dummy(self.device)).sum()
+        return torch.zeros(bare(tokens).shape, device=self.device) + anchor
 
 
 def _dummy(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from refusals import refusal
-from runs import ROOT, asked, environment
+from support.runs import ROOT, asked, environment, refusal
 
 from conf.cli import expand
 from conf.compose import compose_checked
@@ -114,12 +113,11 @@ FAULTS = [  # words, and the key that the line names
     (["kl.ceoff=0.1"], r"no key kl\.ceoff.*kl\.coeff"),
     (["policy.model=${oc.env:ABSENT}"], r"policy\.model.*ABSENT"),
     (["algorithm.gamma=0.9"], "algorithm=ppo"),
-    (["loss_type=dr_grpo"], r"key loss_type; .*algorithm\.aggregation=constant"),
-    (["loss_type=sapo"], r"key loss_type; for loss_type see docs/coming_from_trl\.md$"),
-    (["epsilon_high=0.3"], r"algorithm\.clip_high, or 1 \+ algorithm\.clip_high for .*cispo"),
-    (["mask_truncated_completions=true"], r"for mask_trunc\w+ see docs/coming_from_trl\.md$"),
-    (["actor.kl.init_coef=0.1"], r"kl\.init_coef is kl\.coeff here \(docs/coming_from_verl\.md\)$"),
-    (["algorithm=dpo"], r"algorithm=dpo: .* experiment=sft_own, or .*docs/algorithms\.md"),
+    (["loss_type=dr_grpo"], r"loss_type.*algorithm\.aggregation=constant"),
+    (["loss_type=sapo"], r"loss_type.*docs/coming_from_trl\.md"),
+    (["epsilon_high=0.3"], r"algorithm\.clip_high.*cispo"),
+    (["actor.kl.init_coef=0.1"], r"kl\.coeff.*docs/coming_from_verl\.md"),
+    (["algorithm=dpo"], r"algorithm=dpo.*docs/algorithms\.md"),
     (["env=nope"], "env=nope.*chats"),
     (["experiment=grpo_tny"], r"experiment=grpo_tny.*grpo_tiny"),
     (["grpo_tiny"], "'grpo_tiny'"),
@@ -140,7 +138,7 @@ FAULTS = [  # words, and the key that the line names
     (["kl.jsd_weight=1"], r"kl\.jsd_weight"),
     (["launch.offload=true"], r"launch\.offload"),
     (["launch=fsdp2", "launch.num_processes=2", "trainer.overlap=1"], r"trainer\.overlap"),
-    (["launch.shards=2"], r"launch\.shards=2 needs launch=fsdp2"),
+    (["launch.shards=2"], r"launch\.shards"),
     (["trainer.overlap=1"], r"trainer\.overlap.*policy\.engine\.url"),
     (["policy.engine.max_num_seqs=3"], r"policy\.engine"),
     (["trainer.patience=2", "eval.every=0"], r"trainer\.patience"),
@@ -151,12 +149,12 @@ FAULTS = [  # words, and the key that the line names
     (["env.rewards.a=3"], r"env\.rewards\.a"),
     (["env.rewards.a._target_=envs.rewards.Jugde"], "Jugde.*Judge"),
     (added("short", "{}"), r"_partial_.*env\.rewards\.own\.function"),
-    (["env=sort_digits", "env.task.num_row=3"], "num_row: .*takes .*num_rows"),
+    (["env=sort_digits", "env.task.num_row=3"], "num_row.*num_rows"),
     (["env=sort_digits", "env.dataset=data.jsonl"], r"env\.dataset"),
     (["env=gsm8k", "env.dataset=torn.jsonl"], "torn.jsonl, line 2"),
     (["env=own"], r"env\.task\._target_"),
     (own("Words", "algorithm=sft", *OFFLINE), "demonstrations"),
-    ([*OWN, "env.task._target_=envs.mine.Task"], rf"envs is {ROOT / 'envs'}, not .*envs"),
+    ([*OWN, "env.task._target_=envs.mine.Task"], f"{ROOT / 'envs'}"),
     ([*OWN, "env.task._target_=no_such_file.Task"], "no_such_file.*PYTHONPATH"),
     (["experiment=grpo_own"], r"env\.dataset"),
     (["experiment=rm_tiny", "eval.num_samples=2"], r"eval\.num_samples=0 eval\.greedy=false"),
@@ -217,10 +215,13 @@ def test_a_job_of_a_sweep_goes_on_with_the_date_of_its_start(old_run):
         job_config(old_run, config | {"date": "2024-07-27"})
 
 
-@pytest.mark.parametrize("word", ["eval.max_rows=4", "eval.temperature=0.5", "kl.coeff=1"])
+OF_THE_RUN = ("eval.max_rows=4", "eval.temperature=0.5", "kl.coeff=1", "env.match=words")
+
+
+@pytest.mark.parametrize("word", OF_THE_RUN)  # the last one is a key of some files only
 def test_resume_refuses_other_eval_rows_temperatures_and_coefficients(old_run, word):
-    with pytest.raises(ValueError, match=word.partition("=")[0]):
-        asked([f"resume={old_run}", word])
+    with pytest.raises(ValueError, match=f"{word.partition('=')[0]} cannot change here"):
+        asked(expand([f"resume={old_run}", word]))
 
 
 def test_resume_last_takes_the_newest_run_and_a_mode_the_newest_with_weights(old_run):
@@ -292,5 +293,5 @@ STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
 def test_tasks_that_would_be_whole_runs_are_refused(monkeypatch, variables, refused):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"2 runs.*num_processes=2") if refused else nullcontext():
+    with pytest.raises(ValueError, match="num_processes=2") if refused else nullcontext():
         expand([])

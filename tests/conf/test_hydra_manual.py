@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from runs import ROOT, environment
+from support.runs import ROOT, environment
 
 from trainer.pages.summary import repeat_command
 from trainer.pages.sweep_jobs import load_sweep, results

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
-from runs import lines
+from support.runs import lines
 
 from conf.api import _words, train
 
@@ -106,6 +106,7 @@ REFUSED = [
     ({"output_dir": "."}, "already holds a run"),
     ({"mode": "chat"}, r"train trains, .* mode=chat resume="),
     ({"resume": "outputs/old"}, r"python \S*train.py resume=outputs"),
+    ({"env": {"tools": {"f": length}}}, r"got <function length .*_target_"),
     ({"model": object()}, r"got object; save it .*save_pretrained"),
 ]
 

@@ -9,7 +9,7 @@ from datetime import date
 import pytest
 import torch
 from omegaconf import OmegaConf
-from runs import SMALL, asked, do, metrics
+from support.runs import SMALL, asked, do, metrics
 
 import train as script
 from conf.compose import compose_checked, compose_experiment

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from pages import Page
-from runs import SMALL, asked, launch, lines, metrics, train, wait_for
 from safetensors.torch import load_file
+from support.pages import Page
+from support.runs import SMALL, asked, launch, lines, metrics, train, wait_for
 
 from train import train as train_config
 from trainer.pages.report import write_report

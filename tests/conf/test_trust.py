@@ -5,8 +5,7 @@ import os
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from refusals import refusal
-from runs import asked
+from support.runs import asked, refusal
 
 from conf.compose import compose_checked, hide_secrets
 from trainer.pages.trackers.jsonl import JsonlTracker
@@ -64,7 +63,7 @@ def test_a_secret_that_is_typed_reaches_the_run_and_no_file(tmp_path):
     (name,) = [name for name in os.environ if name.startswith("LEASH_POLICY")]
     del os.environ[name]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    with pytest.raises(ValueError, match=rf"api_key .* {name}"):
+    with pytest.raises(ValueError, match="api_key"):
         asked([f"resume={tmp_path}"])
 
 

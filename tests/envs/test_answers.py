@@ -219,6 +219,6 @@ def test_right_answers_without_a_number_are_refused_from_half_of_the_rows_on(tmp
         with pytest.raises(ValueError, match="env=answers"):
             MathWords(rows(path, *answers))
         MathProblems(rows(path, *answers), symbolic=False)
-    with pytest.warns(UserWarning, match="1 of 3 .*'dry'"):
+    with pytest.warns(UserWarning, match="'dry'"):
         MathWords(rows(path, "4", "dry", "6"))
     MathWords(rows(path, "It is #### dry", "<answer>cold</answer>", "6 apples"))

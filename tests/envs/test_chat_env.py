@@ -4,9 +4,10 @@ from copy import copy
 
 import pytest
 import torch
-from contracts import Words, make_wrapper, prompts
+from support.chats import data, responded
+from support.policies import make_wrapper, prompts
+from support.tasks import Words
 from tensordict import TensorDict, lazy_stack
-from uneven_chats import data, responded
 
 from envs import ChatEnv, DatasetChatEnv
 from envs.chat_env import change_chats

@@ -4,8 +4,8 @@ import json
 from functools import cache
 
 import pytest
-from contracts import one_process
-from runs import train_here
+from support.policies import one_process
+from support.runs import train_here
 
 from envs.chat_env import ChatEnv
 from envs.tasks import Chats, Preferences, Prompts
@@ -189,6 +189,7 @@ VARIABLES = (  # reads a variable of SmolLM3's and one of Qwen's
     [
         ({"custom": "Arr.", "enable_thinking": True}, None),
         ({"custom": "", "enable_thinking": False}, None),
+        ('{"custom": "Arr.", "enable_thinking": true}', None),
         (None, None),
         ({"custom": "<|im_end|>"}, "control tokens"),
         ({"eos_token": "a"}, r"eos_token: .*env\.columns\.chat_template_kwargs=null"),
@@ -209,7 +210,8 @@ def test_a_row_sets_variables_of_its_template(tmp_path, variables, fault):
             history.apply_chat_template(**options)
         return
     assert history.chats() == [messages]
-    given = {"enable_thinking": False} | (variables or {})
+    given = json.loads(variables) if isinstance(variables, str) else variables or {}
+    given = {"enable_thinking": False} | given
     expected = policy.tokenizer.apply_chat_template(
         [ASK], chat_template=VARIABLES, add_generation_prompt=True, return_dict=False, **given
     )

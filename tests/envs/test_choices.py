@@ -85,7 +85,7 @@ def test_what_no_text_equals_is_refused_by_tasks_that_compare_texts(tmp_path, an
         call = {"function": {"name": "w", "arguments": {}}}
         answer[0]["tool_calls"].append(call)
     for task in (Answers, MathWords):
-        with pytest.raises(ValueError, match=r"row 0, answer: .*env=prompts"):
+        with pytest.raises(ValueError, match="row 0, answer"):
             task_of(tmp_path / "d.jsonl", task, answer)
 
 

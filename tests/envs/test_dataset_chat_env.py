@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from contracts import make_wrapper
+from support.policies import make_wrapper
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-import typed_tools
 import yaml
+from support import workers as functions
+from support.chats import data, responded
+from support.workers import Counter, add, leave, most, wait
 from tensordict import TensorDict
-from typed_tools import Counter, add, leave, most, wait
-from uneven_chats import data, responded
 
 from conf.build import make_tools
 from envs import ChatEnv, check_env_specs
@@ -99,9 +99,9 @@ def test_the_tokenizer_knows_its_own_format_best():
     calls = reader(text, response_template=own)
     assert read(calls, 'CALL add {"a": 1} END') == [("add", {"a": 1}, False)]
     assert read(calls, "CALL add {1} END") == [("", {}, True)]
-    with pytest.raises(ValueError, match=r"env.tools: .*CALL try_it .*response_template"):
+    with pytest.raises(ValueError, match=r"env\.tools: .*response_template"):
         reader(text)
-    with pytest.raises(ValueError, match=r"env.tools: .* writes no tools; set policy"):
+    with pytest.raises(ValueError, match=r"env\.tools: .*policy"):
         reader("chatml")
 
 
@@ -224,7 +224,7 @@ def workers() -> set[int]:
 
 @pytest.mark.parametrize("name", ["wait", "spin", "backtrack", "swallow", "block", "Threads"])
 def test_a_call_that_does_not_end_is_a_time_out_and_the_next_one_runs(name):
-    function = getattr(typed_tools, name)
+    function = getattr(functions, name)
     function = function() if isinstance(function, type) else function
     env = make_env(functions={"count": Counter(), "hang": function}, tool_timeout=0.4)
     count, before = call("count", '{"step": 2}'), workers()
@@ -239,13 +239,13 @@ def test_a_call_that_does_not_end_is_a_time_out_and_the_next_one_runs(name):
 
 
 def test_an_object_is_made_again_in_the_process_of_the_tools():
-    tools = make_tools({"locked": {"_target_": "typed_tools.Locked", "start": 3}})
+    tools = make_tools({"locked": {"_target_": "support.workers.Locked", "start": 3}})
     process = ToolProcess({"locked": tools["locked"].portable}, at_once={}, timeout=5)
     assert [done.text for done in process.outcomes([("locked", {})] * 2)] == ["4", "5"]
 
 
 def test_the_child_that_a_tool_forks_answers_no_call():
-    process = ToolProcess({"fork": typed_tools.fork}, at_once={}, timeout=5)
+    process = ToolProcess({"fork": functions.fork}, at_once={}, timeout=5)
     answers = [process.outcomes([("fork", {"text": str(n)})])[0].text for n in range(6)]
     assert answers == ["0", "1", "2", "3", "4", "5"]
 
@@ -295,5 +295,5 @@ def test_a_call_earns_nothing_and_takes_the_place_of_the_tasks_message():
     ],
 )
 def test_a_function_without_types_or_text_is_refused(function, text):
-    with pytest.raises(ValueError, match=f"env.tools.mine: .*{text}.*a docstring, and a type"):
+    with pytest.raises(ValueError, match=f"env.tools.mine: .*{text}"):
         TypedTool.of("mine", function)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import Dataset
-from runs import ROOT
+from support.runs import ROOT
 
 from envs.chat_rows import load_chats
 from envs.shapes import SHAPES
@@ -37,7 +37,7 @@ def test_a_published_shape_is_recognised_and_read(tmp_path, case, suffix):
     if case["chat"][-1]["role"] == "assistant":
         (row,) = task.demonstrations()
     else:
-        with pytest.raises(ValueError, match=r"row 0: expected a response .*env\.columns\.answer"):
+        with pytest.raises(ValueError, match=r"row 0: .*env\.columns\.answer"):
             task.demonstrations()
     assert row["messages"] == case["chat"]
     right = case.get("right", [case["chat"][-1]["content"]])
@@ -301,7 +301,7 @@ def test_pairs_that_compare_nothing_are_left_out_and_counted(tmp_path, form):
     origin = pair["origin"]
     assert (list(origin.shapes.values()), origin.left_out) == ([1], len(rows) - 1)
     assert f"left out {len(rows) - 1} rows" in origin.describe()
-    with pytest.raises(ValueError, match="expected at least one row that is kept"):
+    with pytest.raises(ValueError, match="at least one row"):
         Preferences(write(tmp_path / "d.jsonl", *rows[:-1]))
 
 
@@ -315,5 +315,5 @@ def test_a_thought_in_a_pair_is_refused_by_its_column(tmp_path, column):
 
 def test_a_split_of_a_file_is_refused(tmp_path):
     path = write(tmp_path / "d.jsonl", {"question": "Hi", "answer": "Ho"})
-    with pytest.raises(ValueError, match=r"env\.split=test: .*env\.dataset"):
+    with pytest.raises(ValueError, match=r"env\.split=test"):
         load_chats(path, split="test")

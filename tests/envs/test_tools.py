@@ -5,11 +5,11 @@ from itertools import groupby
 
 import pytest
 import torch
-from contracts import make_policy, plain_log_probs
 from omegaconf import OmegaConf
+from support.chats import data, responded
+from support.policies import make_policy, plain_log_probs
+from support.workers import NASTY, say_nasty
 from tensordict import TensorDict
-from typed_tools import NASTY, say_nasty
-from uneven_chats import data, responded
 
 from conf.build import make_task
 from conf.compose import compose_checked

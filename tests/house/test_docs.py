@@ -17,7 +17,8 @@ import pytest
 import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from runs import ROOT, asked, lines, train_here
+from support.pages import documented_metrics
+from support.runs import ROOT, asked, lines, train_here
 
 import trainer
 from conf import schema
@@ -212,6 +213,13 @@ def test_a_hint_says_what_the_row_of_its_page_says(page, name):
         row = " ".join(cell for _, cell in cells)
         assert not words or any(word in row for word in words)
         assert all(word in text for word in words)
+
+
+def test_the_page_of_metrics_has_what_a_run_logs(small_run):
+    logged = {name for line in lines(small_run.folder / "metrics.jsonl") for name in line}
+    known = "|".join(re.sub("<.*?>", r"[\\w.-]+", re.escape(n)) for n in documented_metrics())
+    assert len(logged) > 30
+    assert not [name for name in logged if not re.fullmatch(known, name)]
 
 
 @pytest.mark.runs

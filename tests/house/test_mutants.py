@@ -1,10 +1,9 @@
 """Contracts and checks hold on the code as it is and fail on code broken as they are to notice."""
 
-import contracts
-import mutants
 import pytest
+from support import contracts, mutants
 
-CHECKS = [m.check for m in mutants.MUTANTS if m.check.__module__ == "mutant_checks"]
+CHECKS = [m.check for m in mutants.MUTANTS if m.check.__module__ == "support.mutant_checks"]
 
 
 @pytest.mark.parametrize("check", [*contracts.CONTRACTS, *CHECKS], ids=lambda c: c.__name__)

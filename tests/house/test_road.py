@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from runs import ROOT
+from support.runs import ROOT
 
 RUN = """
 import sys, train

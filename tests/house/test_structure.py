@@ -1,4 +1,4 @@
-"""The shape of the repository: which way imports point, what loads torch, metric names."""
+"""The shape of the repository: which way imports point, what loads torch, what is declared."""
 
 import ast
 import re
@@ -7,10 +7,9 @@ import sys
 import tomllib
 from importlib import import_module
 from itertools import chain
-from pathlib import Path
 
 import pytest
-from runs import ROOT
+from support.runs import ROOT
 
 LAYERS = ("policies", "envs", "trainer")  # each may import those before it
 PACKAGES = ("policies", "envs", "envs.rewards", "envs.tasks", "envs.tools", "envs.transforms")
@@ -79,18 +78,6 @@ def test_imports_have_no_circle():
     assert not graph
 
 
-TALK = "told|said|asked|given|held|own|made|drawn|meant|kept|here|there|what|whole|found"
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_names_are_words_of_computing(name):
-    """Held-out rows are the field's term."""
-    nodes = (n for n in ast.walk(TREES[name]) if not isinstance(getattr(n, "ctx", None), ast.Load))
-    names = {getattr(n, key, None) or "" for n in nodes for key in ("id", "name", "arg", "attr")}
-    words = {word for n in names for word in n.lower().replace("held_out", "").split("_")}
-    assert not [word for word in words if re.fullmatch(TALK, word)]
-
-
 def test_the_loop_imports_no_other_room():
     """Processes, pages, modes and TorchRL's names know the loop; it knows none of them."""
     rooms = {p.name for p in (ROOT / "trainer").iterdir() if (p / "__init__.py").exists()} - {"kl"}
@@ -107,7 +94,6 @@ ON_CALL = {
         f"policies.torchrl.{name}" for name in ("specs", "parsing", "histories")
     },
     "envs/tools/calling.py": {"policies.torchrl.specs"},
-    "envs/adapters/verifiers_env.py": {"envs.torchrl.tool_parsers"},
 }
 
 
@@ -132,33 +118,6 @@ def test_the_parent_and_lazy_packages_load_nothing_heavy():
     heavy = "{'torch', 'transformers', 'accelerate', 'tensordict', 'wandb', 'datasets'}"
     code = f"import sys, {', '.join(light)}; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[]\n"
-
-
-READERS = ("run_files", "redact", "launch")  # they read names of metrics, or have other a/b texts
-PAGE = (ROOT / "docs" / "metrics.md").read_text()
-DOCUMENTED = re.findall(r"^\| `([^`]+)` \|", PAGE, re.M)
-METRICS = {name.split("/")[0] for name in DOCUMENTED}
-
-
-def logged() -> set[str]:
-    """Return the metrics that files make, of f"eval/pass@{k}" eval/pass@<k>."""
-    made = [n for n in TREES if n.startswith(("trainer/", "envs/tools/")) and "/pages/" not in n]
-    source = "".join((ROOT / n).read_text() for n in made if Path(n).stem not in READERS)
-    texts = re.findall(
-        rf'"((?:{"|".join(METRICS)})/(?:[a-z0-9_]+|[^"\s]*\{{[^"]+\}}[^"\s]*))"', source
-    )
-    return {re.sub(r"{(.*?)}", r"<\1>", text) for text in texts}
-
-
-def test_metrics_page_lists_what_is_logged_and_nothing_else():
-    code = logged()
-    assert len(DOCUMENTED) > 30
-    patterns = [re.escape(name) for name in code if "<" in name]
-    made = re.compile("|".join(re.sub(r"<[^>]*>", r"(?:[a-z0-9_]+|<name>)", p) for p in patterns))
-    assert not [name for name in {*DOCUMENTED} - code if not made.fullmatch(name)], (
-        "nothing logs it"
-    )
-    assert not [name for name in code - {*DOCUMENTED} if "<" not in name], "not on docs/metrics.md"
 
 
 DISTRIBUTIONS = {"hydra": "hydra_core", "yaml": "pyyaml"}  # where the names differ

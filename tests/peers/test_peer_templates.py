@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from letters import letters
+from support.checkpoints import byte_tokenizer
 from tokenizers import AddedToken
 
 from envs.tasks.task import assistant, user
@@ -64,7 +64,7 @@ def renderer_of(path: Path) -> Renderer:
     text = path.read_text()
     eos = next(token for name, token in EOS.items() if path.stem.startswith(name))
     special = sorted({*re.findall(CONTROL, text), eos, "<s>"})
-    tokenizer = letters(special, text, eos_token=eos, bos_token="<s>")
+    tokenizer = byte_tokenizer(special, text, eos_token=eos, bos_token="<s>")
     tags = sorted({*re.findall(TAG, text)})
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     return Renderer(tokenizer)

@@ -10,11 +10,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import peers
 import pytest
 import torch
 import yaml
-from peers import LENGTHS, MOST, ActorConfig, Data, G, draw, leash_gradient, peer_gradient
+from support import peers
+from support.peers import LENGTHS, MOST, ActorConfig, Data, G, draw, leash_gradient, peer_gradient
 from torch import Tensor
 
 # Warnings of the peers, on the transformers that leash takes, are theirs.

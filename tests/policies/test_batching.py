@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from contracts import make_wrapper
-from wrapped import prompts, same, scoring, spoken
+from support.chats import prompts, same, scoring, spoken
+from support.policies import make_wrapper
 
 from policies.torchrl.batching import BatchQueue
 from policies.torchrl.transformers_wrapper import TransformersWrapper

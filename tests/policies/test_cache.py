@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT
+from support.runs import ROOT
 
 from policies.cache import build_once
 from policies.files import read_manifest

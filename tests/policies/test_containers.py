@@ -7,10 +7,10 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from contracts import make_wrapper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from letters import letters
+from support.checkpoints import byte_tokenizer
+from support.policies import make_wrapper
 from tensordict import TensorDict, lazy_stack
 
 from policies.chats.containers import ChatHistory, LogProbs, Masks, Text, Tokens
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_named(change, place):
 @pytest.fixture(scope="module")
 def chatml():
     names = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
-    return letters(["<|im_end|>", "<|im_start|>"], CHATML, **names)
+    return byte_tokenizer(["<|im_end|>", "<|im_start|>"], CHATML, **names)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

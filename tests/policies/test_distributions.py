@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from contracts import G, Words, make_wrapper, one_process
+from support.policies import G, make_wrapper, one_process
+from support.tasks import Words
 from torch.nn.functional import one_hot
 
 from benchmarks.measure import peak_bytes

@@ -9,11 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from contracts import make_policy
-from engines import Stale, Wrong, beside
-from refusals import refusal
-from runs import lines, metrics
-from small_runs import IN_ITERATION_2, Counted, stop, train
+from support.engines import Stale, Wrong, beside
+from support.policies import make_policy
+from support.runs import lines, metrics, refusal
+from support.small_runs import IN_ITERATION_2, Counted, stop, train
 
 from conf.compose import compose, compose_checked
 from conf.plan import plan

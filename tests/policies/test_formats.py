@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import KINDS, STOPS, make_checkpoint
-from contracts import Words, one_process, plain_log_probs, prompts
+from support.checkpoints import KINDS, STOPS, make_checkpoint
+from support.policies import one_process, plain_log_probs, prompts
+from support.tasks import Words
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -10,13 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapted import make, shake, with_the_adapter_off_it_is_the_start_policy
-from checkpoints import KINDS, make_checkpoint
-from contracts import make_policy, rollout
 from peft import LoraConfig, get_peft_model
-from runs import metrics
 from safetensors.torch import load_file, save_file
-from small_runs import IN_ITERATION_4, Counted, crash, train
+from support.checkpoints import KINDS, make_checkpoint
+from support.policies import (
+    attended,
+    make_lora_policy,
+    make_policy,
+    move_adapter,
+    plain_log_probs,
+    rollout,
+)
+from support.runs import metrics
+from support.small_runs import IN_ITERATION_4, Counted, crash, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.transforms.kl import RetrieveKL
@@ -41,13 +47,32 @@ EVERY = torch.ones_like(IDS, dtype=torch.bool)
 # The reference
 
 
+def flat(batch, key) -> torch.Tensor:
+    return batch[key][batch["masks", "all_attention_mask"]]
+
+
 @pytest.mark.parametrize("pad_model_input", [True, False])
 def test_with_the_adapter_off_it_is_the_start_policy(pad_model_input):
-    with_the_adapter_off_it_is_the_start_policy(pad_model_input)
+    """Compare with plain forwards of a model that never had an adapter."""
+    start, policy = make_lora_policy(adapter=False, double=True), make_lora_policy(double=True)
+    batch = rollout(policy)  # groups of one prompt: the shared layout
+    reference = load_reference(policy)
+    move_adapter(policy)
+    ids, masks = batch["tokens"].full, batch["masks"]
+    pack = {} if pad_model_input else {"pack": True}
+    keys = (masks.all_attention_mask, masks.all_response_mask, 1.0, batch["group_id"])
+    scored = reference._log_probs(ids, *keys, **pack)  # [B, T]
+    wanted = [plain_log_probs(start, ids, 1.0) * response for ids, response, *_ in attended(batch)]
+    gap = scored[masks.all_attention_mask] - torch.cat(wanted)
+    assert gap.abs().max() < 3e-6  # the last step is float32
+    mine = policy.get_new_version(generate=False, inplace=False)(batch)
+    moved = [plain_log_probs(policy, ids, 1.0) for ids, *_ in attended(batch)]
+    assert (flat(mine, ("log_probs", "full")) - torch.cat(moved)).abs().max() < 1e-5
+    assert (torch.cat(moved) - torch.cat(wanted)).abs().max() > 0.1
 
 
 def test_a_fresh_reference_shares_all_weights_and_has_a_kl_of_exactly_0():
-    policy = make()
+    policy = make_lora_policy()
     reference = load_reference(policy)
     mine = {p.data_ptr() for p in policy.model.parameters()}
     assert {p.data_ptr() for p in reference.scorer.parameters()} == mine
@@ -57,7 +82,7 @@ def test_a_fresh_reference_shares_all_weights_and_has_a_kl_of_exactly_0():
 
 
 def test_a_reference_that_moves_adds_a_frozen_adapter_alone():
-    policy = make()
+    policy = make_lora_policy()
     mine = {p.data_ptr() for p in policy.model.parameters()}
     moving = load_reference(policy, moves=True).scorer.parameters()
     more = [p for p in moving if p.data_ptr() not in mine]
@@ -72,12 +97,13 @@ def test_the_exact_kl_has_the_gradient_that_a_separate_reference_gives(again):
 
     `again`: the backward computes the policy's layers again.
     """
-    policy, twin = make(double=True, gradient_checkpointing=again), make(double=True)
-    shake(policy)
+    policy = make_lora_policy(double=True, gradient_checkpointing=again)
+    twin = make_lora_policy(double=True)
+    move_adapter(policy)
     pairs = (lora.trained_weights(p.model).values() for p in (twin, policy))
     for mine, theirs in zip(*pairs, strict=True):
         mine.data.copy_(theirs)
-    separate = make(adapter=False, double=True).scorer
+    separate = make_lora_policy(adapter=False, double=True).scorer
     own = lora.AdapterScorer(policy.scorer, None)
     kl, grads = [], []
     for one, reference in ((policy, own), (twin, separate)):
@@ -95,15 +121,15 @@ def test_the_exact_kl_has_the_gradient_that_a_separate_reference_gives(again):
 
 
 def test_an_adapter_that_has_moved_is_copied():
-    policy = make()
-    shake(policy)
+    policy = make_lora_policy()
+    move_adapter(policy)
     batch = rollout(policy)
     reference = load_reference(policy)
     first = reference(batch)["ref_log_probs", "full"]
     mine = policy.get_new_version(generate=False, inplace=False)(batch)["log_probs", "full"]
     kept = batch["masks", "all_response_mask"]
     assert torch.equal(first[kept], mine[kept])
-    shake(policy, seed=1)
+    move_adapter(policy, seed=1)
     assert torch.equal(reference(batch)["ref_log_probs", "full"], first)
     again = load_reference(policy)(batch)["ref_log_probs", "full"]
     assert (again - first)[kept].abs().max() > 0.1
@@ -125,7 +151,7 @@ def step(policy, optimizer, seed: int) -> None:
 @pytest.mark.parametrize("critic", [None, "separate"])
 def test_a_checkpoint_holds_the_adapter_and_goes_on_to_the_bit(tmp_path, critic):
     def start():
-        policy = make()
+        policy = make_lora_policy()
         if critic:
             policy.scorer.critic = Critic(policy.scorer, kind=critic)
         optimizer = make_optimizer(policy.scorer, lr=1e-2, weight_decay=0.1)
@@ -158,7 +184,7 @@ def test_the_final_model_is_merged_and_the_adapter_is_pefts(kind, tmp_path):
 
     start = make_checkpoint(tmp_path / "start", kind)
     policy = load_policy(str(start), lora={"r": 4})
-    shake(policy)
+    move_adapter(policy)
     save_model(policy, tmp_path / "model")
     ids = torch.arange(5, 25)[None]
     with quiet(), torch.no_grad():
@@ -178,7 +204,7 @@ def test_the_final_model_is_merged_and_the_adapter_is_pefts(kind, tmp_path):
 
 
 def test_bfloat16_weights_have_a_float32_adapter():
-    adapter = lora.trained_weights(make(dtype="bfloat16").model).values()
+    adapter = lora.trained_weights(make_lora_policy(dtype="bfloat16").model).values()
     assert {p.dtype for p in adapter} == {torch.float32}
 
 
@@ -207,7 +233,7 @@ def test_target_modules_are_those_named():
 
 
 def test_an_adapter_of_other_weights_is_refused(tmp_path):
-    policy = make()
+    policy = make_lora_policy()
     lora.save_adapter(policy.model, tmp_path, base="a" * 64)
     with pytest.raises(ValueError, match=r"bbbb.*aaaa"):
         lora.load_adapter(policy.model, tmp_path, base="b" * 64)
@@ -219,7 +245,7 @@ def test_an_adapter_of_other_weights_is_refused(tmp_path):
 def test_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     load_policy("tiny", lora={"r": 0})
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[lora\]'"):
+    with pytest.raises(ImportError, match=r"\.\[lora\]"):
         load_policy("tiny", lora={"r": 4})
 
 
@@ -365,7 +391,7 @@ def test_an_adapter_of_peft_is_a_start_model_and_a_reference(tmp_path, monkeypat
     assert torch.equal(*scores)
     assert policy.files.sha256 == load_policy(str(tmp_path / "adapter")).files.sha256
     shutil.rmtree(base)
-    with pytest.raises(ValueError, match=r"base_model_name_or_path: model .*base: expected"):
+    with pytest.raises(ValueError, match="base_model_name_or_path"):
         load_policy(str(tmp_path / "adapter"))
 
 

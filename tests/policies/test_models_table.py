@@ -5,11 +5,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from adapted import shake
-from kinds import KINDS, LAUNCHES, TRAINED, in_transformers, leave, run, saved
-from models_table import adapt, differ, families, listed, measure, write_checkpoint
-from runs import lines, on_two_ranks
-from sharded import far, tensors
+from support.families import KINDS, LAUNCHES, TRAINED, in_transformers, leave, run, saved
+from support.models_table import adapt, differ, families, listed, measure, write_checkpoint
+from support.policies import move_adapter
+from support.runs import lines, on_two_ranks
+from support.sharded import far, tensors
 
 from policies.load import load_policy, weights_of
 from trainer.checkpoint import save_model
@@ -74,7 +74,7 @@ def test_what_a_run_saves_comes_back(family, trained, tmp_path):
 def test_an_engine_gets_the_weights_of_the_published_file(family, lora, tmp_path):
     start = write_checkpoint(family, tmp_path / "start")
     policy = load_policy(str(start), lora=lora, max_new_tokens=2)
-    shake(policy)
+    move_adapter(policy)
     save_model(policy, tmp_path / "trained")
     sent, want = dict(weights_of(policy.scorer).stream()), saved(tmp_path / "trained")
     tied = sent.keys() - want.keys()  # which an engine gets too
@@ -85,7 +85,7 @@ def test_an_engine_gets_the_weights_of_the_published_file(family, lora, tmp_path
 @pytest.mark.models
 def test_a_model_of_each_kind_trains_alike_on_one_rank_and_on_two(tmp_path):
     starts = {kind: write_checkpoint(KINDS[kind], tmp_path / "models" / kind) for kind in KINDS}
-    on_two_ranks("kinds.py", tmp_path)
+    on_two_ranks("support.families", tmp_path)
     for (kind, start), trained in product(starts.items(), TRAINED):
         alone = tmp_path / f"{kind}, {trained}"
         run(start, alone, trained)
@@ -99,4 +99,4 @@ def test_a_model_of_each_kind_trains_alike_on_one_rank_and_on_two(tmp_path):
 
 
 def test_the_page_of_models_lists_every_family():
-    assert listed() == list(families()), "run PYTHONPATH=. python tests/support/models_table.py"
+    assert listed() == list(families()), "run python tests/support/models_table.py"

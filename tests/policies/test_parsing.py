@@ -3,10 +3,9 @@
 from functools import cache
 
 import pytest
-from checkpoints import NAMED, SPECIAL, TEMPLATES
 from hypothesis import given
 from hypothesis import strategies as st
-from letters import letters
+from support.checkpoints import NAMED, SPECIAL, TEMPLATES, byte_tokenizer
 
 from policies import History, _extract_responses_from_full_histories, add_chat_template
 
@@ -44,7 +43,7 @@ RESPONSE = {"role": "assistant", "content": "Yo"}
 def tokenizer_of(name):
     special = [*MARKUP, "<|begin_of_text|>", BOS, EOS, END, "<pad>"]
     names = {"bos_token": HAND[name][0] or None, "eos_token": EOS_OF[name], "pad_token": "<pad>"}
-    return letters(special, **names)
+    return byte_tokenizer(special, **names)
 
 
 @st.composite
@@ -112,7 +111,7 @@ def test_cut_responses_are_not_complete(name, data):
 
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_a_tokenizers_own_template(kind):
-    tokenizer = letters(SPECIAL[kind], TEMPLATES[kind], **NAMED[kind])
+    tokenizer = byte_tokenizer(SPECIAL[kind], TEMPLATES[kind], **NAMED[kind])
     chat = [
         {"role": "user", "content": "What\n\nis it?"},
         RESPONSE,
@@ -131,7 +130,7 @@ def test_a_tokenizers_own_template(kind):
     ("fill", "complete"), [("<pad>", False), (END * 2, True), (f"{END}<pad><pad>", True)]
 )
 def test_eos_completes_a_response_that_has_no_end_of_turn_and_padding_does_not(fill, complete):
-    tokenizer = letters([*MARKUP, END, "<pad>"], eos_token=END, pad_token="<pad>")
+    tokenizer = byte_tokenizer([*MARKUP, END, "<pad>"], eos_token=END, pad_token="<pad>")
     text = by_hand("chatml", PROMPT) + asks("chatml") + "cut \n" + fill
     history = History.from_text(text, "chatml", tokenizer=tokenizer)
     assert history.messages()[1]["content"] == "cut \n"

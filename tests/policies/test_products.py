@@ -22,11 +22,6 @@ def test_linear_and_its_gradients_are_those_of_float64(all_by_onednn, shape, bia
     x = torch.randn(shape, requires_grad=True)
     up = torch.randn(40, *shape[:-1]).movedim(0, -1)  # not contiguous
     out = layer(x).clamp_(-100, 100)  # in place, as OLMo has it
-    node, names = out.grad_fn, []
-    while node is not None and node.next_functions:
-        names.append(node.name())
-        node = node.next_functions[0][0]
-    assert "_LinearBackward" in names
     inputs = [x, *layer.parameters()]
     grads = torch.autograd.grad(out, inputs, up)
     wide = [p.detach().double().requires_grad_() for p in inputs]

@@ -7,10 +7,9 @@ import signal
 from functools import cache
 
 import pytest
-from checkpoints import NAMED, SPECIAL, TEMPLATES
 from hypothesis import given
 from hypothesis import strategies as st
-from letters import letters
+from support.checkpoints import NAMED, SPECIAL, TEMPLATES, byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -88,7 +87,7 @@ ENDS |= {"gpt2": END, "smollm": IM[1]}
 
 def make_tokenizer(template, special=IM, **names):
     names = names or {"eos_token": END}
-    return letters([*{END, *special}, "<think>", "</think>"], template, **names)
+    return byte_tokenizer([*{END, *special}, "<think>", "</think>"], template, **names)
 
 
 @cache
@@ -211,7 +210,7 @@ TAGGED_TEXT = "<think>\nhm </think> a<tool_call>{}</tool_call>"
 def tags_tokenizer(*, special):
     """A tokenizer whose tags are ordinary added tokens; its markers of turns, too, if asked."""
     ordinary = TAG_TOKENS if special else [*TAG_TOKENS, *IM]
-    tokenizer = letters([END, *IM] if special else [END], CHATML, eos_token=END)
+    tokenizer = byte_tokenizer([END, *IM] if special else [END], CHATML, eos_token=END)
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in ordinary])
     return tokenizer
 
@@ -308,7 +307,7 @@ def test_contents_of_earlier_messages_may_stand_in_the_next_turn():
 
 
 def test_a_template_that_forgets_a_turn_cannot_go_on():
-    with pytest.raises(ValueError, match=r"drops message 1 .*env\.max_turns=1"):
+    with pytest.raises(ValueError, match=r"env\.max_turns=1"):
         Renderer(make_tokenizer(FORGETS)).extend([1, 2], TWO[:2], [user("r")])
 
 
@@ -419,7 +418,7 @@ def test_a_template_without_an_end_is_refused(added, named, monkeypatch):
 @pytest.mark.parametrize("name", ["chatml", "hermes"])
 def test_a_tokenizer_that_cannot_render_is_refused(name):
     with pytest.raises(ValueError, match=r"<\|im_end\|> or an EOS token"):
-        Renderer(letters([]), name)
+        Renderer(byte_tokenizer([]), name)
 
 
 SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -443,7 +442,7 @@ USING = [
 
 @pytest.mark.parametrize("end", [IM[1], "</s>"])
 def test_hermes_writes_tools_and_learns_calls_and_thoughts_but_no_results(end):
-    tokenizer = letters(["<|im_start|>", end], eos_token=end)
+    tokenizer = byte_tokenizer(["<|im_start|>", end], eos_token=end)
     renderer = Renderer(tokenizer, "hermes")
     first = renderer.text(USING[:2], add_generation_prompt=True)
     assert first.startswith("<|im_start|>system\n Be brief.\n\n\n")
@@ -463,7 +462,7 @@ def test_hermes_writes_tools_and_learns_calls_and_thoughts_but_no_results(end):
 
 
 def test_without_a_template_the_library_takes_chatml_and_says_so():
-    tokenizer = letters(["</s>"], eos_token="</s>")
+    tokenizer = byte_tokenizer(["</s>"], eos_token="</s>")
     text = "<|im_start|>user\nq</s>\n<|im_start|>assistant\na</s>\n"
     with pytest.warns(UserWarning, match=r"chat_template='chatml'") as seen:
         assert Renderer(tokenizer).text(TWO[:2]) == text

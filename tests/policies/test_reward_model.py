@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from contracts import one_process
-from runs import train_here
+from support.checkpoints import make_checkpoint
+from support.policies import one_process
+from support.runs import train_here
 from tensordict import TensorDict
 from transformers import AutoModel, AutoModelForSequenceClassification
 
@@ -133,7 +133,7 @@ def test_rows_without_a_worse_response_are_an_error(tmp_path):
     rows = [{"question": f"{i}?", "chosen": "a", "rejected": "b"} for i in range(4)]
     rows[3]["rejected"] = None
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(ValueError, match="row 3, rejected: expected"):
+    with pytest.raises(ValueError, match="row 3, rejected"):
         Preferences(str(tmp_path / "pairs.jsonl"))
 
 
@@ -223,7 +223,7 @@ def test_a_classifier_scores_a_chat_as_its_authors_do(folders, tmp_path, kind):
 def test_a_classifier_without_a_single_score_is_refused(folders, tmp_path):
     plain = AutoModelForSequenceClassification.from_pretrained(folders["qwen2"], num_labels=2)
     plain.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="expected a causal language model with one score"):
+    with pytest.raises(ValueError, match="one score"):
         ChatRewards(tmp_path)
 
 

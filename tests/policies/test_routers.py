@@ -7,9 +7,9 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from contracts import padded_left, rollout
-from models_table import write_checkpoint
-from steps import Record, double_policy, gradient, make_update
+from support.models_table import write_checkpoint
+from support.policies import padded_left, rollout
+from support.updates import Record, double_policy, gradient, make_update
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -96,7 +96,7 @@ def test_no_layout_changes_the_loss(monkeypatch):
 def test_a_model_without_experts_is_refused_before_training():
     policy = double_policy()
     record = Record(policy.model.parameters())
-    with pytest.raises(ValueError, match=r"algorithm\.router_coeff .* got Qwen2ForCausalLM"):
+    with pytest.raises(ValueError, match=r"algorithm\.router_coeff"):
         make_update(policy, SFTObjective(), record, router_coeff=COEFF)
 
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from contracts import make_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.policies import make_policy
 
 from benchmarks.measure import peak_bytes
 from policies import layout

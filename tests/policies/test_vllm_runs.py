@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from runs import lines, train
+from support.runs import lines, train
 
 from policies.engines.vllm_policy import make_vllm_generator
 from policies.load import load_policy
@@ -164,7 +164,7 @@ def test_a_server_that_dies_ends_the_run_with_a_line(server, tmp_path):
     assert weight_sync(policy, generator).after < 1e-4
     wrong = {"model.embed_tokens.weight": torch.zeros(3, 5)}  # as of another model
     (tmp_path / "wrong").mkdir()
-    with pytest.raises(RuntimeError, match=r"/collective_rpc: 500 .* vllm serve"):
+    with pytest.raises(RuntimeError, match="/collective_rpc"):
         # Its engine does not survive this.
         generator.scorer._reload_from(tmp_path / "wrong", wrong.items())
     os.killpg(process.pid, signal.SIGKILL)

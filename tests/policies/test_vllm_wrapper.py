@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from contracts import make_wrapper, plain_log_probs
+from support.chats import prompts, sequences, spoken
+from support.checkpoints import make_checkpoint
+from support.policies import make_wrapper, plain_log_probs
 from tensordict import TensorDict
-from wrapped import prompts, sequences, spoken
 
 from policies.chats.containers import Tokens
 from policies.engines.vllm_engine import VLLMEngine, load_engine
@@ -32,7 +32,7 @@ TOLERANCE = {"atol": 1e-4, "rtol": 0}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with the weights of contracts.make_wrapper."""
+    """Return a folder with the weights of policies.make_wrapper."""
     path = tmp_path_factory.mktemp("policy")
     make_wrapper().model.save_pretrained(path)
     make_wrapper().tokenizer.save_pretrained(path)
@@ -222,7 +222,7 @@ def test_an_engine_whose_log_probs_ignore_the_temperature_is_refused(folder):
 
 def test_without_vllm_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[vllm\]'"):
+    with pytest.raises(ImportError, match=r"\.\[vllm\]"):
         vLLMWrapper("tiny")
 
 

@@ -10,8 +10,10 @@ import math
 
 import pytest
 import torch
-from contracts import Words, make_wrapper, plain_log_probs
-from contracts import prompts as env_prompts
+from support.chats import CHATS, SPOKEN, TEXTS, prompts, same, scoring, sequences, spoken
+from support.policies import make_wrapper, plain_log_probs
+from support.policies import prompts as env_prompts
+from support.tasks import Words
 from tensordict import TensorDict
 from transformers import (
     LogitsProcessorList,
@@ -21,7 +23,6 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from wrapped import CHATS, SPOKEN, TEXTS, prompts, same, scoring, sequences, spoken
 
 from envs.chat_env import ChatEnv
 from policies.load import load_policy, load_reference
@@ -340,7 +341,7 @@ def test_prompts_over_the_limit_are_refused_by_number():
     sizes = [len(make_wrapper().renderer.render(c, add_generation_prompt=True).ids) for c in CHATS]
     limit = {"max_new_tokens": 1, "max_prompt_tokens": max(sizes)}
     assert asked(**limit)(prompts())["tokens"].response.shape == (3, 1)
-    with pytest.raises(ValueError, match=f"prompt 2 .* {max(sizes)} tokens"):
+    with pytest.raises(ValueError, match="prompt 2"):
         asked(**limit | {"max_prompt_tokens": max(sizes) - 1})(prompts())
 
 

@@ -32,30 +32,42 @@ from transformers import (
 )
 
 KINDS = ("qwen2", "llama", "gemma", "gpt2")
+
+
 TEXT = """The quick brown fox jumps over the lazy dog. What is the capital of France? It is Paris.
 Tom has 3 apples and buys 4 more. How many apples does Tom have now? 3 + 4 = 7.
 You are a helpful assistant. Sort the digits in ascending order. Hello, how are you today?
 User: system user assistant model. Sure, here is a short answer to the question.
 """
+
+
 LLAMA = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eot_id")
+
+
 SPECIAL = {
     "qwen2": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "llama": [f"<|{name}|>" for name in LLAMA],
     "gemma": ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"],
     "gpt2": ["<|endoftext|>"],
 }
+
+
 NAMED = {
     "qwen2": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
     "llama": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
     "gemma": {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")},
     "gpt2": {f"{name}_token": "<|endoftext|>" for name in ("bos", "eos", "pad")},
 }
+
+
 STOPS = {
     "qwen2": ["<|im_end|>", "<|endoftext|>"],
     "llama": ["<|end_of_text|>", "<|eot_id|>"],
     "gemma": ["<eos>", "<end_of_turn>"],
     "gpt2": ["<|endoftext|>"],
 }
+
+
 TEMPLATES = {
     "qwen2": (
         "{% if messages[0]['role'] != 'system' %}"
@@ -144,11 +156,11 @@ def _pieces() -> Tokenizer:
     backend.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    letters = [*(chr(c) for c in range(33, 127)), "\u2581", "\n"]
+    byte_tokenizer = [*(chr(c) for c in range(33, 127)), "\u2581", "\n"]
     trainer = trainers.BpeTrainer(
         vocab_size=480,
         special_tokens=[*_added("gemma"), *(f"<0x{byte:02X}>" for byte in range(256))],
-        initial_alphabet=letters,
+        initial_alphabet=byte_tokenizer,
         show_progress=False,
     )
     backend.train_from_iterator(TEXT.splitlines(), trainer)
@@ -184,3 +196,13 @@ def _model(kind: str, tokenizer: Any, head: int) -> PreTrainedModel:
             "tie_word_embeddings": kind != "llama",
         }
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shared))
+
+
+def byte_tokenizer(special: list[str], template: str | None = None, **names: str):
+    """Return a fast tokenizer that has a token for each byte and for each special text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **names)

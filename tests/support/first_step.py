@@ -12,18 +12,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import contracts
 import torch
-from contracts import leash
-from drawn import Many, dynamic
 from safetensors.torch import save_file
-from steps import Record, scaled
 
 from envs.chat_env import ChatEnv
 from envs.transforms.kl import RetrieveKL
 from policies.layout import pack_rows
 from policies.load import load_policy
 from policies.scorer import Scorer
+from support import contracts
+from support.policies import dynamic_rollouts, leash, scaled
+from support.tasks import Many
+from support.updates import Record
 from trainer.advantage import GroupAdvantage
 from trainer.objectives import GRPOObjective, SFTObjective
 from trainer.optimizer import make_optimizer
@@ -113,7 +113,7 @@ def drifted(runtime: Runtime, scorer: Scorer) -> str:
 
 def drawn_again(runtime: Runtime) -> tuple[list[list], int]:
     """Return what each row of iteration 1 became by dynamic sampling, and how often it played."""
-    source, played = dynamic(runtime, Many()), []
+    source, played = dynamic_rollouts(runtime, Many()), []
     play = source.play
     source.play = lambda prompts: played.append(len(prompts)) or play(prompts)
     batch = source(1)

@@ -10,9 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from contracts import DENSE, G, Record, Words, one_process
 from omegaconf import DictConfig, OmegaConf
-from runs import ROOT
 from safetensors.torch import save_file
 from tensordict import TensorDict
 from torch import Tensor
@@ -26,6 +24,10 @@ from policies.layout import groups
 from policies.load import load_policy, load_reference
 from policies.models.reward_model import load_reward_model
 from policies.torchrl.transformers_wrapper import TransformersWrapper
+from support.policies import DENSE, G, one_process
+from support.runs import ROOT
+from support.tasks import Words
+from support.updates import Record
 from trainer.runtime import Runtime
 from trainer.scale import shards
 from trainer.update import Update

@@ -1,6 +1,6 @@
 """What leash computes for each family of models, against transformers alone.
 
-    PYTHONPATH=. python tests/support/models_table.py    # writes docs/models.md; asks .venv-vllm
+    python tests/support/models_table.py    # writes docs/models.md; asks .venv-vllm
 
 Without .venv-vllm the column of vLLM stays as it is.
 
@@ -19,10 +19,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+if __name__ == "__main__":  # the root and tests/ in place of this folder
+    sys.path[:1] = map(str, Path(__file__).parents[2:0:-1])
+
 import torch
 import yaml
-from adapted import shake
-from kinds import KINDS, TRAINED, leave
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -32,9 +33,12 @@ from policies.models import lora
 from policies.models.find import find_model, load_tokenizer, quiet
 from policies.padding import pad, pad_mask
 from policies.sampler import Stop, sample
+from support.families import KINDS, TRAINED, leave
+from support.policies import move_adapter
 from trainer.checkpoint import save_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models.md"
 INTRO = """\
 # Models
 
@@ -70,7 +74,7 @@ switches them off.
 
 """
 COLUMNS = ("shared prompts", "packing", "LoRA", "resumes", "CUDA graphs", "in vLLM")
-VLLM = PAGE.parents[1] / ".venv-vllm" / "bin" / "python"
+VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 TEMPERATURE = 0.8
 PROMPTS = (5, 9, 3)  # lengths; each prompt has four responses
 
@@ -183,7 +187,7 @@ def adapt(folder: Path, trained: Path) -> Adapted:
         policy = load_policy(str(folder), lora={"r": 2}, max_new_tokens=10)
     plain = load_policy(str(folder), max_new_tokens=10)
     matrices, adapted = lora.matrices(plain.model), lora.adapted_weights(policy.model)
-    shake(policy, scale=0.1)
+    move_adapter(policy, scale=0.1)
     row = torch.arange(5, 20)
     log_probs = score_alone(policy.model, row)
     log_probs.sum().backward()

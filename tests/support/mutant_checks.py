@@ -12,11 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from contracts import make_policy
-from engines import Stale, beside
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from test_checkpoint import flip, make
 from torch.distributed.device_mesh import init_device_mesh
 
 from conf.compose import compose, compose_checked, set_up
@@ -30,13 +27,18 @@ from envs.torchrl.tools import Tool
 from policies.models import weights
 from policies.models.sharding import shard
 from policies.torchrl.transformers_wrapper import TransformersWrapper
+from support.engines import Stale, beside
+from support.policies import make_policy
+from trainer.checkpoint import Checkpoints
 from trainer.modes.preflight.checks import check_rewards
 from trainer.modes.preflight.profile import Findings
+from trainer.optimizer import make_optimizer
 from trainer.pages.report import write_report
 from trainer.pages.trackers.jsonl import JsonlTracker
 from trainer.runs.launch import run
 from trainer.runs.redact import redact
 from trainer.runs.run_files import read_lines, read_status
+from trainer.runtime import Runtime
 from trainer.weight_sync import push_weights
 
 TINY = "experiment=grpo_tiny"
@@ -92,10 +94,13 @@ def launch(folder: Path) -> None:
 @in_a_folder
 def checkpoint(folder: Path) -> None:
     """A checkpoint with another bit does not count."""
-    _, _, saved = make(folder)
+    policy = make_policy.__wrapped__()
+    saved = Checkpoints(Runtime(folder), policy, make_optimizer(policy.model, lr=1e-3))
     for iteration in (1, 2):
         saved.save(iteration, {})
-    flip(saved.newest() / "model" / "model.safetensors")
+    with (saved.newest() / "model" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(bytes([file.read()[0] ^ 1]))
     assert saved.newest().name == "iteration_000001"
 
 

@@ -2,69 +2,73 @@
 
 A mutant is a target (module:attribute) and what it becomes: BROKEN has, by the mutant's name, a
 function from the original to the broken version. Its check is a contract, another function that
-compares with a second way of computing, or one of tests/support/mutant_checks.py. The table says
-which mutants are killed; a survivor is exit code 1.
+compares with a second way of computing, in a file of tests too, or one of
+tests/support/mutant_checks.py. The table says which mutants are killed; a survivor is exit code 1.
 """
 
 import json
 import sys
 import time
-import tomllib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-if __name__ == "__main__":
-    root = Path(__file__).parents[2]
-    project = tomllib.loads((root / "pyproject.toml").read_text())
-    folders = project["tool"]["pytest"]["ini_options"]["pythonpath"]
-    sys.path[:0] = [str(root / folder) for folder in folders]
+if __name__ == "__main__":  # the root and tests/ in place of this folder
+    sys.path[:1] = map(str, Path(__file__).parents[2:0:-1])
 
-import contracts
-import mutant_checks as checks
 import numpy as np
 import pytest
 import torch
-from adapted import with_the_adapter_off_it_is_the_start_policy
-from enumeration import a_bfloat16_generator_is_corrected
-from gae_by_hand import agrees_with_the_paper
-from kl_tables import the_weighed_kl_is_the_reverse_one_whoever_sampled
-from plain_values import values_are_those_of_a_plain_forward
-from test_advantage import leaves_the_baseline
-from test_algorithms import PAPERS, agrees_with_its_paper
-from test_collect import every_epoch_has_an_order_of_its_own
-from test_entropy import the_bonus_is_that_of_a_plain_softmax
-from test_invariance import attends_response_by_response
-from test_kl_split import the_bias_is_the_rest_of_two_series
-from test_leash import charged_once
-from test_metrics import (
-    a_frontier_is_of_responses_at_temperature_one,
-    means_are_over_their_rows_or_tokens,
-)
-from test_models import has_the_layers_of_transformers
-from test_models_table import computes_as_transformers
-from test_routers import is_that_of_the_loop
-from test_update import distils_as_the_loop, kept_states_give_the_kl_of_a_pass
 
+from support import contracts
+from support import mutant_checks as checks
+from support.kl_tables import the_weighed_kl_is_the_reverse_one_whoever_sampled
+from support.slow_maths import (
+    a_bfloat16_generator_is_corrected,
+    gae_agrees_with_the_paper,
+    values_are_those_of_a_plain_forward,
+)
 from trainer.kl.controllers import ConstantKLController
 from trainer.surrogates import token_ratio
+
+TESTS = Path(__file__).parents[1]
+
+
+def load(module: str) -> ModuleType:
+    """Import a module, or a file of tests/ by its path, as pytest does."""
+    path = TESTS / module
+    with pytest.MonkeyPatch.context() as patch:
+        if path.suffix == ".py":
+            patch.syspath_prepend(path.parent)
+        return import_module(path.stem if path.suffix == ".py" else module)
+
+
+def check_of(file: str, name: str, *args: Any) -> Callable[[], None]:
+    """Return a check that calls a function of a file of tests/, which is imported then."""
+
+    def check() -> None:
+        getattr(load(file), name)(*args)
+
+    check.__name__ = " ".join([name, *map(str, args)])
+    return check
 
 
 @dataclass(frozen=True)
 class Mutant:
     name: str
     check: Callable[[], Any]
-    target: str  # module:attribute
+    target: str  # module:attribute, see `load`
 
     def is_killed(self) -> bool:
         """Return whether the check fails on the broken code."""
         module, _, path = self.target.partition(":")
         *within, attribute = path.split(".")
-        owner: Any = import_module(module)
+        owner: Any = load(module)
         for part in within:
             owner = getattr(owner, part)
         with pytest.MonkeyPatch.context() as patch:
@@ -308,18 +312,28 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-PAPER = {name: partial(agrees_with_its_paper, name) for name in PAPERS}
-IN_THE_REWARD = partial(charged_once, "grpo", "reward")
-LEFT_ONE_OUT = partial(leaves_the_baseline, "leave_one_out")
+ALGORITHMS, LOSSES = "trainer/test_algorithms.py", "trainer/test_update.py"
+METRICS, SPLIT = "trainer/test_metrics.py", "trainer/kl/test_kl_split.py"
+paper = partial(check_of, ALGORITHMS, "agrees_with_its_paper")
+IN_THE_REWARD = check_of("trainer/kl/test_leash.py", "charged_once", "grpo", "reward")
+LEFT_ONE_OUT = check_of("trainer/test_advantage.py", "leaves_the_baseline", "leave_one_out")
 WEIGHED = the_weighed_kl_is_the_reverse_one_whoever_sampled
 CORRECTED = a_bfloat16_generator_is_corrected
-DISTILLED = partial(distils_as_the_loop, "jsd", None)
+DISTILLED = check_of(LOSSES, "distils_as_the_loop", "jsd", None)
 PLAIN_VALUES = values_are_those_of_a_plain_forward
-MEANS = means_are_over_their_rows_or_tokens
-FRONTIER = a_frontier_is_of_responses_at_temperature_one
-KEPT_STATES = kept_states_give_the_kl_of_a_pass
-EPOCHS = every_epoch_has_an_order_of_its_own
-WITHOUT_ADAPTER = with_the_adapter_off_it_is_the_start_policy
+MEANS = check_of(METRICS, "means_are_over_their_rows_or_tokens")
+FRONTIER = check_of(METRICS, "a_frontier_is_of_responses_at_temperature_one")
+KEPT_STATES = check_of(LOSSES, "kept_states_give_the_kl_of_a_pass")
+EPOCHS = check_of("trainer/test_collect.py", "every_epoch_has_an_order_of_its_own")
+WITHOUT_ADAPTER = check_of(
+    "policies/test_lora.py", "test_with_the_adapter_off_it_is_the_start_policy", True
+)
+BY_RESPONSE = check_of("trainer/test_invariance.py", "attends_response_by_response")
+OWN_LAYERS = check_of("policies/test_models.py", "has_the_layers_of_transformers")
+as_transformers = partial(check_of, "policies/test_models_table.py", "computes_as_transformers")
+BIAS = check_of(SPLIT, "the_bias_is_the_rest_of_two_series", 0.5, 0.2)
+BONUS = check_of("trainer/test_entropy.py", "the_bonus_is_that_of_a_plain_softmax")
+BALANCED = check_of("policies/test_routers.py", "is_that_of_the_loop")
 DIST, SAMPLE = (
     "policies.token_distribution",
     "policies.transformers_policy:sample",
@@ -334,23 +348,23 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("responses see each other", contracts.alignment, "policies.layout:tree_mask"),
     (
         "responses without a prompt",
-        attends_response_by_response,
+        BY_RESPONSE,
         "policies.models.fast.attention:_by_response",
     ),
     ("tokens in other rows", contracts.alignment, "policies.models.fast.attention:Grid.fill"),
     (
         "a norm without its mean",
-        has_the_layers_of_transformers,
+        OWN_LAYERS,
         "policies.models.fast.layers:_Norm.backward",
     ),
     (
         "a head without its factor",
-        partial(computes_as_transformers, "granite"),
+        as_transformers("granite"),
         f"{DIST}:Head.scaled",
     ),
     (
         "updates in train mode",
-        partial(computes_as_transformers, "phimoe"),
+        as_transformers("phimoe"),
         "policies.scorer:Scorer.train",
     ),
     ("tokenise again", contracts.token_in_token_out, "trainer.collect:_with_ids"),
@@ -368,48 +382,48 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("KL never charged", IN_THE_REWARD, f"{LEASH}.charge_reward"),
     ("KL of some turns only", contracts.one_leash, f"{KL}._step"),
     ("KL outside the loss mask", IN_THE_REWARD, f"{LEASH}.charge_reward"),
-    ("tools in the divisor", MEANS, "test_metrics:summarize"),
+    ("tools in the divisor", MEANS, f"{METRICS}:summarize"),
     ("a frontier as eval samples", FRONTIER, "trainer.evaluation:Evaluate.plan"),
     (
         "log a / p of counts",
-        partial(the_bias_is_the_rest_of_two_series, 0.5, 0.2),
-        "test_kl_split:rate_term",
+        BIAS,
+        f"{SPLIT}:rate_term",
     ),
     ("states at temperature 1", KEPT_STATES, "trainer.kl.reference:Reference.__call__"),
     ("every epoch in one order", EPOCHS, "trainer.sources:_order"),
     ("the reference has the adapter", WITHOUT_ADAPTER, "policies.models.lora:using"),
-    ("GAE over tool tokens", agrees_with_the_paper, GAE),
-    ("a limit goes on", agrees_with_the_paper, GAE),
+    ("GAE over tool tokens", gae_agrees_with_the_paper, GAE),
+    ("a limit goes on", gae_agrees_with_the_paper, GAE),
     ("values of the next token", PLAIN_VALUES, "policies.critic:Critic.forward"),
-    ("a token's ratio in GSPO", PAPER["gspo"], f"{OBJECTIVES}:RATIOS"),
-    ("own reward in the baseline", PAPER["rloo"], f"{BASELINES}:BASELINES"),
+    ("a token's ratio in GSPO", paper("gspo"), f"{OBJECTIVES}:RATIOS"),
+    ("own reward in the baseline", paper("rloo"), f"{BASELINES}:BASELINES"),
     ("dropped rows in the baseline", LEFT_ONE_OUT, f"{BASELINES}:BASELINES"),
-    ("whitened padding", PAPER["reinforce_pp"], "trainer.advantage:whiten"),
-    ("parts not divided", PAPER["gdpo"], "trainer.advantage:spread"),
-    ("a batch not divided", PAPER["gdpo"], "trainer.advantage:mean_and_std"),
+    ("whitened padding", paper("reinforce_pp"), "trainer.advantage:whiten"),
+    ("parts not divided", paper("gdpo"), "trainer.advantage:spread"),
+    ("a batch not divided", paper("gdpo"), "trainer.advantage:mean_and_std"),
     ("a mixture the other way", DISTILLED, f"{DIST}:_log_mixture"),
     ("a teacher's own temperature ignored", DISTILLED, "policies.scorer:Scorer.distribution"),
-    ("another Beta density", PAPER["bnpo"], "trainer.advantage:beta_density"),
+    ("another Beta density", paper("bnpo"), "trainer.advantage:beta_density"),
     *(
         row
         for name, divergence in (("dppo", "binary_tv"), ("dppo_kl", "binary_kl"))
         for row in (
-            ("also what comes back", PAPER[name], f"{MASKS}:moves_away"),
-            ("only what comes back", PAPER[name], f"{MASKS}:moves_away"),
-            ("the distance of a ratio", PAPER[name], f"{MASKS}:{divergence}"),
-            ("twice the bound", PAPER[name], f"{OBJECTIVES}:ClipRange"),
+            ("also what comes back", paper(name), f"{MASKS}:moves_away"),
+            ("only what comes back", paper(name), f"{MASKS}:moves_away"),
+            ("the distance of a ratio", paper(name), f"{MASKS}:{divergence}"),
+            ("twice the bound", paper(name), f"{OBJECTIVES}:ClipRange"),
         )
     ),
-    ("KL of policy to sampler", PAPER["dppo_kl"], f"{MASKS}:binary_kl"),
-    ("KL of the token alone", PAPER["dppo_kl"], f"{MASKS}:binary_kl"),
+    ("KL of policy to sampler", paper("dppo_kl"), f"{MASKS}:binary_kl"),
+    ("KL of the token alone", paper("dppo_kl"), f"{MASKS}:binary_kl"),
     ("KL weighed, no gradient", WEIGHED, f"{LEASH}.loss_term"),
     ("KL weighed by another ratio", WEIGHED, f"{LEASH}.loss_term"),
     (
         "entropy without a gradient",
-        the_bonus_is_that_of_a_plain_softmax,
+        BONUS,
         f"{DIST}:TokenDistribution.scores",
     ),
-    ("experts balanced over all rows", is_that_of_the_loop, "policies.scorer:imbalance"),
+    ("experts balanced over all rows", BALANCED, "policies.scorer:imbalance"),
     ("the generator over the trainer", CORRECTED, "trainer.importance_sampling:correction"),
     ("global generator", contracts.same_seed, "policies.sampler:uniforms"),
     ("any code may be named", checks.targets, "conf.check:_targets"),
@@ -440,11 +454,10 @@ def main() -> int:
     """Print a line for each mutant; return 1 if one survives."""
     survivors = 0
     for mutant in MUTANTS:
-        start, check = time.perf_counter(), getattr(mutant.check, "func", mutant.check)
-        killed, of = mutant.is_killed(), " ".join(map(str, getattr(mutant.check, "args", ())))
+        start, killed = time.perf_counter(), mutant.is_killed()
         survivors += not killed
         seconds, word = time.perf_counter() - start, "killed" if killed else "SURVIVES"
-        print(f"{mutant.name:32} {check.__name__} {of}: {word} ({seconds:.1f} s)", flush=True)
+        print(f"{mutant.name:32} {mutant.check.__name__}: {word} ({seconds:.1f} s)", flush=True)
     print(f"{len(MUTANTS) - survivors} of {len(MUTANTS)} mutants are killed")
     return int(survivors > 0)
 

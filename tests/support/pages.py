@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from support.runs import ROOT
 from trainer.pages.trackers.jsonl import JsonlTracker
 
 VOID = {"meta", "br", "img", "link", "input", "hr", "wbr"}
@@ -113,6 +114,11 @@ def recorded(name: str) -> list[dict[str, Any]]:
     rows = zip(*columns.values(), strict=True)
     lines = [dict(zip(columns, row, strict=True)) for row in rows]
     return [{**line, "progress/iteration": i} for i, line in enumerate(lines, begin)]
+
+
+def documented_metrics() -> list[str]:
+    """Return the names on docs/metrics.md; <name> stands for any."""
+    return re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
 
 
 def write_status(folder: Path, **status: Any) -> Path:

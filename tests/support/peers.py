@@ -18,7 +18,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from contracts import Record
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from conf.compose import compose_checked
 from conf.plan import plan
 from policies.scorer import Scores
 from policies.token_distribution import Head, TokenDistribution
+from support.updates import Record
 from trainer.runtime import Runtime
 
 G, T, V = 4, 14, 24

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from conf.compose import compose_checked
+
 ROOT = Path(__file__).parents[2]
+PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # of a process that imports `support`
+
+
 # A run of seconds that does all that a long one does.
 SMALL = (
     "experiment=grpo_tiny",
@@ -25,6 +32,8 @@ SMALL = (
     "eval.num_samples=2",
     "checkpoint.every=2",
 )
+
+
 WANDB = ("tracker=wandb", "tracker.mode=offline")
 
 
@@ -61,15 +70,14 @@ def train(*overrides: str, **changes: str) -> Finished:
 
 
 def on_two_ranks(script: str, folder: Path) -> None:
-    """Run a script of this folder on two ranks, which write into `folder`, without a launcher."""
+    """Run a module on two ranks, which write into `folder`, without a launcher."""
     with socket.socket() as held:  # as trainer/runs/launch.py does
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         port = str(held.getsockname()[1])
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
-        env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PYTHONPATH=path)
+        env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PYTHONPATH=PATH)
         env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        words = [sys.executable, str(ROOT / "tests" / "support" / script), str(folder)]
+        words = [sys.executable, "-m", script, str(folder)]
         with (folder / "said").open("w") as file:
             both = {"stdout": file, "stderr": file}
             envs = [env | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
@@ -130,3 +138,27 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen, seconds: 
         assert process.poll() is None, process.communicate()[0]
         assert time.perf_counter() < limit, "the run did not get that far in time"
         time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(*pids: int, within: float = 10.0) -> bool:
+    end = time.monotonic() + within
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def refusal(*words: str) -> str:
+    """Return the one line that says why words do not compose."""
+    with pytest.raises(ValueError, match=r".") as caught:
+        compose_checked(words)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message

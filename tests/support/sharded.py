@@ -4,7 +4,6 @@ Also a script for torchrun, see `start`. A folder has model/, many/<case> of sev
 see `prepare`.
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -14,13 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import invariance
 import torch
-from checkpoints import make_checkpoint
-from contracts import make_policy
-from invariance import ALGORITHMS, WORDS, Pairs
 from omegaconf import OmegaConf
-from runs import ROOT, environment
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -29,6 +23,11 @@ from conf.build import make_tracker
 from conf.compose import compose_checked, set_up
 from envs.tasks.task import Response, Reward
 from policies.models.shard_files import ShardFiles
+from support import invariance
+from support.checkpoints import make_checkpoint
+from support.invariance import ALGORITHMS, WORDS, Pairs
+from support.policies import make_policy
+from support.runs import PATH, environment
 from trainer.checkpoint import save_model
 from trainer.observer import Observer, Observers
 from trainer.runtime import Runtime
@@ -54,11 +53,14 @@ STEPS = ("algorithm.minibatches=2", "algorithm.epochs=2")
 MANY_STEPS = ("ppo", "cispo", "dapo", "dppo", "gspo")
 FULL, LORA = "kl.estimator=full", "policy.lora.r=4"
 REFRESH, LAYERS = "kl.refresh_every=1", "policy.gradient_checkpointing=true"
+COMPILED = "policy.compile=true"
 CORRECTED = "algorithm.after_rollout={importance: {_target_: trainer.ImportanceSampling}}"
 MORE = {
     "ppo, one step": ("ppo", "algorithm.epochs=1", "algorithm.minibatches=1"),
     "ppo, head": ("ppo", "algorithm.critic.kind=head"),
     "grpo_full, by layers": ("grpo_full", LAYERS),
+    "grpo_full, compiled": ("grpo_full", COMPILED, LAYERS),
+    "grpo, LoRA, compiled": ("grpo", COMPILED, LORA),
     "grpo, LoRA": ("grpo", LORA, FULL, LAYERS),
     "grpo, LoRA, refresh": ("grpo", LORA, REFRESH, "kl.refresh_decay=0.5"),
     "grpo, refresh": ("grpo", REFRESH, "kl.refresh_decay=0.5"),
@@ -113,10 +115,10 @@ def compose(name: str, model: Path, *, ranks: int, launch: str = "fsdp2") -> dic
     if launch == "ddp" and "launch.offload=true" in words:
         words.remove("launch.offload=true")
     config = compose_checked(words)
-    task = "sharded.OnlyOne" if "without rows" in name else "invariance.Pairs"
+    task = "support.sharded.OnlyOne" if "without rows" in name else "support.invariance.Pairs"
     config["env"] |= {"task": {"_target_": task}, "rewards": {}}
     if kind == "engine":
-        config["policy"]["engine"] = {"_target_": "engines.beside"}
+        config["policy"]["engine"] = {"_target_": "support.engines.beside"}
     return config
 
 
@@ -175,13 +177,13 @@ def start(
     ranks: int,
     launch: str,
     names: Sequence[str],
-    script: Sequence[str] = (__file__,),
+    script: Sequence[str] = ("-m", "support.sharded"),
 ) -> None:
     """Train cases in a folder with model/ on several ranks, and go on with what is prepared."""
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     words = [*(words if ranks > 1 else []), *script, str(place), str(ranks), launch, *names]
     command = [sys.executable, *words]
-    env = environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests/support")]))
+    env = environment(PYTHONPATH=PATH)
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
 

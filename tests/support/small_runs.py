@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from contracts import G, Words, make_policy
-
 from envs.chat_env import ChatEnv
 from envs.tasks.task import Response, Reward
 from policies.load import load_reference
+from support.policies import G, make_policy
+from support.tasks import Words
 from trainer.advantage import GroupAdvantage
 from trainer.checkpoint import Checkpoints
 from trainer.evaluation import Evaluate

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from contracts import leash
 from hypothesis import given
 from hypothesis import strategies as st
+from support.policies import leash
 from tensordict import TensorDict
 
 from trainer.advantage import BetaAdvantage, GroupAdvantage

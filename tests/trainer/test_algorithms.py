@@ -11,10 +11,10 @@ from statistics import stdev as std
 
 import pytest
 import torch
-from contracts import demonstrations, leash, make_policy, one_process, plain_log_probs
-from invariance import planned
 from omegaconf import DictConfig, OmegaConf
-from peers import MOST, REWARDS, G, batch_of, draw
+from support.invariance import planned
+from support.peers import MOST, REWARDS, G, batch_of, draw
+from support.policies import demonstrations, leash, make_policy, one_process, plain_log_probs
 from torch import Tensor
 
 import trainer.losses

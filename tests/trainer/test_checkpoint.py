@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contracts import make_policy
+from support.policies import make_policy
 
 from policies.files import write_manifest
 from trainer.checkpoint import FORMAT, Checkpoints
@@ -90,11 +90,10 @@ def two(tmp_path_factory) -> Path:
 
 
 FILES = ("model/model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json")
-DAMAGED = {damage.__name__: damage for damage in (flip, cut, Path.unlink)}
 DAMAGES = {
-    f"{file}: {name}": lambda folder, file=file, damage=damage: damage(folder / file)
+    f"{file}: {damage.__name__}": lambda folder, file=file, damage=damage: damage(folder / file)
     for file in FILES
-    for name, damage in DAMAGED.items()
+    for damage in (flip, cut, Path.unlink)
 } | {  # and what looks like a checkpoint, hashes right
     "other weights": lambda folder: shutil.copy(folder / FILES[0], folder / "model/z.safetensors"),
     "no weights": lambda folder: shutil.rmtree(folder / "model") or sealed(folder),
@@ -116,7 +115,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_goes(two, tmp_path, damage):
 def test_only_damaged_ones_and_those_of_a_later_leash_are_errors(two, tmp_path):
     _, _, saved = make(shutil.copytree(two, tmp_path / "run"))
     sealed(saved.newest(), format=FORMAT + 1)
-    with pytest.raises(ValueError, match=f"iteration_000002 is of format {FORMAT + 1}"):
+    with pytest.raises(ValueError, match="iteration_000002"):
         saved.newest()
     for path in saved.folder.iterdir():
         cut(path / "state.json")

@@ -8,12 +8,21 @@ from itertools import pairwise
 
 import pytest
 import torch
-from contracts import G, Words, leash, make_policy, make_wrapper, one_process, prompts, rollout
-from drawn import Flat, Many, dynamic
 from hypothesis import given
 from hypothesis import strategies as st
+from support.chats import start
+from support.policies import (
+    G,
+    dynamic_rollouts,
+    leash,
+    make_policy,
+    make_wrapper,
+    one_process,
+    prompts,
+    rollout,
+)
+from support.tasks import FEW_SHOT, Flat, Many, Uneven, Words
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
-from uneven_chats import FEW_SHOT, Uneven, start
 
 import envs
 import trainer
@@ -322,7 +331,7 @@ def rows_of(batch) -> list[tuple]:
 
 
 def test_idle_places_are_drawn_again_with_other_rows_and_the_rest_stays(tmp_path):
-    source = dynamic(Runtime(tmp_path, seed=1), Many())
+    source = dynamic_rollouts(Runtime(tmp_path, seed=1), Many())
     redrawn = 0
     for iteration in range(2):
         before, batch = Rollouts.sample(source, iteration), source(iteration)
@@ -341,7 +350,7 @@ def test_idle_places_are_drawn_again_with_other_rows_and_the_rest_stays(tmp_path
 
 
 def test_what_stays_idle_had_a_row_of_its_own_each_time_and_leaves_the_loss(tmp_path):
-    source = dynamic(Runtime(tmp_path), Flat(), rounds=9)
+    source = dynamic_rollouts(Runtime(tmp_path), Flat(), rounds=9)
     batch = source(0)
     assert not batch["loss_mask"].any()
     rows = [[r["answer"] for r in source.prompts(0, k).get("row").tolist()] for k in range(10)]

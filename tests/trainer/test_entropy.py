@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from contracts import leash, rollout
-from steps import (
+from support.policies import leash, rollout
+from support.updates import (
     HIGH,
     LOW,
     Record,

@@ -8,9 +8,9 @@ from collections import defaultdict
 
 import pytest
 import torch
-from contracts import close, leash, make_policy, one_process, rollout
-from enumeration import a_bfloat16_generator_is_corrected
-from steps import HIGH, LOW, double_policy, each_token, grad_of, gradient, kept_log_probs
+from support.policies import close, leash, make_policy, one_process, rollout
+from support.slow_maths import a_bfloat16_generator_is_corrected
+from support.updates import HIGH, LOW, double_policy, each_token, grad_of, gradient, kept_log_probs
 from tensordict import TensorDict
 from torch import Tensor
 

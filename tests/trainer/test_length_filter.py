@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from runs import metrics, train_here
+from support.runs import metrics, train_here
 
 from policies.chats.renderer import Renderer
 from policies.models.find import find_model, load_tokenizer
@@ -54,7 +54,7 @@ def test_a_demonstration_whose_turn_cannot_be_found_ends_the_run_before_it_start
     opens = "{% if add_generation_prompt %}{{ 'another start' }}{% endif %}"
     template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}" + opens
     rows = [{"index": i, "messages": chat("a", "b " * length)} for i, length in enumerate((1, 99))]
-    with pytest.raises(ValueError, match=r"row 1: .*its own generation prompt"):
+    with pytest.raises(ValueError, match="row 1"):
         replace(fit(60, template), prompt=False).too_long(rows, print)
 
 

@@ -9,9 +9,9 @@ from decimal import Decimal, getcontext
 
 import pytest
 import torch
-from contracts import leash
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.policies import leash
 from tensordict import TensorDict
 from torch import Tensor
 

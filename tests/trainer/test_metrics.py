@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from contracts import Words, make_policy, one_process, plain_log_probs
-from small_runs import Unjudged
+from support.policies import make_policy, one_process, plain_log_probs
+from support.small_runs import Unjudged
+from support.tasks import Words
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv

@@ -7,13 +7,18 @@ import math
 
 import pytest
 import torch
-from contracts import close, leash, make_policy, one_process, rollout, wrapped
-from gae_by_hand import agrees_with_the_paper, random_case, slow
 from omegaconf import OmegaConf
-from plain_values import plain_values, values_are_those_of_a_plain_forward
-from runs import Finished, train_here
 from safetensors.torch import load_file
-from steps import Record, double_policy, make_update, scaled, tables
+from support.policies import close, leash, make_policy, one_process, rollout, scaled, wrapper_of
+from support.runs import Finished, train_here
+from support.slow_maths import (
+    gae_agrees_with_the_paper,
+    plain_values,
+    random_gae_case,
+    slow_gae,
+    values_are_those_of_a_plain_forward,
+)
+from support.updates import Record, double_policy, make_update, tables
 from tensordict import TensorDict
 
 from envs.transforms.kl import RetrieveKL
@@ -140,7 +145,7 @@ def test_rewards_values_and_advantages_are_those_of_the_paper(policy):
     close(batch["value"], value * mask, 1e-5, "values")
     reward = batch["reward_raw"] - COEFF * batch["kl_penalty"] * mask
     close(batch["reward"], reward, 1e-6, "rewards")
-    advantage = slow(reward.double(), value.double(), mask, GAMMA, LMBDA)
+    advantage = slow_gae(reward.double(), value.double(), mask, GAMMA, LMBDA)
     close(batch["returns"], (advantage + value) * mask, 1e-5, "returns")
     white = (advantage - advantage[mask].mean()) / (advantage[mask].std() + 1e-4) * mask
     close(batch["advantage"], white, 1e-5, "whitened")
@@ -226,7 +231,7 @@ def test_ppo_learns_and_so_does_its_critic(small_run: Finished, tmp_path):
 
 def actor(policy) -> TransformersWrapper:
     """Return the policy as one that scores, by the same weights."""
-    return wrapped(policy).get_new_version(generate=False)
+    return wrapper_of(policy).get_new_version(generate=False)
 
 
 def test_ppo_loss_and_gradient_are_those_of_the_loop_behind_torchrls_names(policy):
@@ -262,12 +267,12 @@ def test_a_critic_of_its_own_body_cannot_be_detached():
 
 
 def test_it_is_the_sum_of_the_paper_over_the_kept_tokens():
-    agrees_with_the_paper()
+    gae_agrees_with_the_paper()
 
 
 def test_the_explained_variance_is_over_the_kept_tokens():
     """Over all ranks, too: test_invariance.py compares what runs of one and of two log."""
-    reward, value, mask = random_case(2)
+    reward, value, mask = random_gae_case(2)
     td = TensorDict({"loss_mask": mask, "value": value, "returns": reward}, [6])
     kept, errors = reward[mask], (reward - value)[mask]
     want = float(1 - errors.var(correction=0) / kept.var(correction=0))
@@ -278,12 +283,12 @@ def test_the_explained_variance_is_over_the_kept_tokens():
 
 @pytest.mark.parametrize("shape", [(6, 12), (6, 12, 1)])
 def test_gae_takes_torchrl_shapes_and_writes_advantage_and_target(shape):
-    reward, value, mask = random_case(3)
+    reward, value, mask = random_gae_case(3)
     td = TensorDict({"state_value": value.reshape(shape), "loss_mask": mask}, [6])
     td["next", "reward"] = reward.reshape(shape)
     td["next", "done"] = torch.ones(6, 1, dtype=torch.bool)  # of the row
     out = GAE(gamma=0.9, lmbda=0.8)(td.clone())
-    want = slow(reward, value, mask, 0.9, 0.8)
+    want = slow_gae(reward, value, mask, 0.9, 0.8)
     assert out["advantage"].shape == out["value_target"].shape == shape
     torch.testing.assert_close(out["advantage"].reshape(6, 12), want)
     torch.testing.assert_close(out["value_target"].reshape(6, 12), (want + value) * mask)

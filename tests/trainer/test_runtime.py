@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from refusals import refusal
+from support.runs import refusal
 
 from trainer.runtime import Runtime
 from trainer.stopping import Stopped

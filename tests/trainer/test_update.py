@@ -5,8 +5,9 @@ from collections import defaultdict
 
 import pytest
 import torch
-from contracts import G, Words, leash, make_policy, one_process, rollout
-from steps import (
+from support.policies import G, leash, make_policy, one_process, rollout, scaled
+from support.tasks import Words
+from support.updates import (
     COEFF,
     HIGH,
     LOW,
@@ -18,7 +19,6 @@ from steps import (
     kept_log_probs,
     make_update,
     prepared,
-    scaled,
 )
 from tensordict import TensorDict
 from torch import Tensor

@@ -56,19 +56,19 @@ def optimum(rewards: Array, coeff: float) -> tuple[float, float]:
     >>> math.isclose(reward, math.e / (1 + math.e)), round(kl, 3)
     (True, 0.111)
     """
-    kl, reward = _optima(rewards, coeff)
+    kl, reward = _optimum_by_prompt(rewards, coeff)
     return float(kl.mean()), float(reward.mean())
 
 
-def _optima(rewards: Array, coeff: float) -> tuple[Array, Array]:
+def _optimum_by_prompt(rewards: Array, coeff: float) -> tuple[Array, Array]:
     """Return KL and reward of the best policy at a coefficient, each [P]."""
-    middle = rewards.mean(1, keepdims=True)  # [P, 1]; the KL depends on differences only
-    scaled = (rewards - middle) / coeff  # [P, n]
+    centre = rewards.mean(1, keepdims=True)  # [P, 1]; the KL depends on differences only
+    scaled = (rewards - centre) / coeff  # [P, n]
     top = scaled.max(1, keepdims=True)
-    raised = np.exp(scaled - top)
-    mean = (raised * scaled).sum(1) / raised.sum(1)  # [P]
-    log_z = np.log(raised.mean(1)) + top[:, 0]
-    return mean - log_z, mean * coeff + middle[:, 0]
+    weights = np.exp(scaled - top)
+    mean = (weights * scaled).sum(1) / weights.sum(1)  # [P]
+    log_z = np.log(weights.mean(1)) + top[:, 0]
+    return mean - log_z, mean * coeff + centre[:, 0]
 
 
 def least_kl(rewards: Array, reward: float) -> float | None:
@@ -92,10 +92,10 @@ def least_kl(rewards: Array, reward: float) -> float | None:
     binary = bool(np.isin(rewards, (0, 1)).all())
     data = rewards.mean(1) if binary else rewards
     for _ in range(64):
-        middle = math.sqrt(low * high)  # a smaller coefficient gives more reward
-        _, (_, got) = path(data, np.array([middle]))
-        low, high = (middle, high) if got > reward else (low, middle)
-    (_, kl), (_, got) = path(data, np.array([high]))
+        coeff = math.sqrt(low * high)  # a smaller coefficient gives more reward
+        _, (_, got) = optima(data, np.array([coeff]))
+        low, high = (coeff, high) if got > reward else (low, coeff)
+    (_, kl), (_, got) = optima(data, np.array([high]))
     return kl if math.isclose(got, reward, rel_tol=1e-6, abs_tol=1e-9) else None
 
 
@@ -113,7 +113,9 @@ class ConfidenceBand:
         coeffs = spread * COEFFS
         self.binary = bool(np.isin(rewards, (0, 1)).all())
         data = rewards.mean(1) if self.binary else rewards  # pass rates are enough if binary
-        self.kl, self.value = path(data, coeffs) if spread else (np.zeros(1), rewards.mean()[None])
+        self.kl, self.value = (
+            optima(data, coeffs) if spread else (np.zeros(1), rewards.mean()[None])
+        )
         self.resampled: list[tuple[Array, Array]] = []
         random = np.random.default_rng(seed)
         draws = min(draws, max(20, int(1e8 / (data.size * NUM_POINTS)))) if spread else 0  # seconds
@@ -122,17 +124,19 @@ class ConfidenceBand:
                 sample = random.binomial(count, data) / count
             else:
                 sample = np.take_along_axis(data, random.integers(count, size=data.shape), 1)
-            self.resampled.append(path(sample, coeffs))
+            self.resampled.append(optima(sample, coeffs))
 
     def least_kl(self, value: float) -> float | None:
         """Return the least KL for a mean reward; None if the samples do not support it."""
         plain = least_kl(self.rewards, value)
         if not plain or not self.resampled:
             return plain
-        least = [_at(value, values, kls) for kls, values in self.resampled if value <= values[-1]]
+        least = [
+            _kl_at(value, values, kls) for kls, values in self.resampled if value <= values[-1]
+        ]
         if len(least) < (1 - MAX_MISSING) * len(self.resampled):
             return None
-        error = fmean(least) - _at(value, self.value, self.kl)
+        error = fmean(least) - _kl_at(value, self.value, self.kl)
         return plain - error if error < plain / 2 else None  # else there are too few samples
 
     def curve(self) -> Curve:
@@ -160,29 +164,29 @@ class ConfidenceBand:
         return Curve(*(side[keep] for side in (kl, line, low, high)))
 
 
-def path(rewards: Array, coeffs: Array) -> tuple[Array, Array]:
+def optima(rewards: Array, coeffs: Array) -> tuple[Array, Array]:
     """Return KL and mean reward of the reference, then of the optimum at each coefficient.
 
     `rewards` [P, n], or pass rates [P] if rewards are 0 or 1.
     """
-    kl, value = paths(rewards, coeffs)
+    kl, value = optima_by_prompt(rewards, coeffs)
     return np.maximum(kl.mean(1), 0.0), value.mean(1)  # rounding may leave -1e-17
 
 
-def paths(rewards: Array, coeffs: Array) -> tuple[Array, Array]:
-    """Return a `path` per prompt, [N, P]."""
+def optima_by_prompt(rewards: Array, coeffs: Array) -> tuple[Array, Array]:
+    """Return KL and reward of `optima` per prompt, each [N, P]."""
     if rewards.ndim == 2:
         reference = np.zeros(len(rewards)), rewards.mean(1)
-        kl, value = zip(reference, *(_optima(rewards, c) for c in coeffs), strict=True)
+        kl, value = zip(reference, *(_optimum_by_prompt(rewards, c) for c in coeffs), strict=True)
         return np.array(kl), np.array(value)
     log_odds = np.append(0.0, 1 / coeffs)[:, None]  # [N, 1]
-    raised = rewards * np.exp(log_odds)
-    share = raised / (1 - rewards + raised)  # [N, P]
-    return share * log_odds - np.log(1 - rewards + raised), share
+    right = rewards * np.exp(log_odds)
+    share = right / (1 - rewards + right)  # [N, P]
+    return share * log_odds - np.log(1 - rewards + right), share
 
 
-def _at(value: float, values: Array, kls: Array) -> float:
-    """Return the KL at a value of a path; sqrt(KL) is interpolated linearly."""
+def _kl_at(value: float, values: Array, kls: Array) -> float:
+    """Return the KL at a value of a curve; sqrt(KL) is interpolated linearly."""
     return float(np.interp(value, values, np.sqrt(kls)) ** 2)
 
 
@@ -197,13 +201,15 @@ def efficiency_error(
     """
     binary = bool(np.isin(samples, (0, 1)).all())
     spread = float(np.ptp(samples, axis=1).max()) or 1.0
-    kls, values = paths(samples.mean(1) if binary else samples, spread * COEFFS)  # [N, P]
+    data = samples.mean(1) if binary else samples
+    kls, values = optima_by_prompt(data, spread * COEFFS)  # [N, P]
     count = len(samples)
     shares = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), draws)
     shares = shares / count  # [draws, P]
-    resampled = zip(shares @ value, shares @ kl, shares @ values.T, shares @ kls.T, strict=True)
+    means = zip(shares @ value, shares @ kl, shares @ values.T, shares @ kls.T, strict=True)
     ratios = [
-        _at(got, line, np.maximum(least, 0.0)) / spent for got, spent, line, least in resampled
+        _kl_at(reward, rewards, np.maximum(least, 0.0)) / spent
+        for reward, spent, rewards, least in means
     ]
     return float(np.std(ratios, ddof=1))
 

@@ -1,17 +1,18 @@
 """The reference of the KL, and its refresh towards the policy."""
 
+from collections.abc import Callable
+
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from envs.transforms.kl import RetrieveKL
+from policies.host import kept, placed
 from policies.load import weights_of
 from policies.padding import predicted
 from policies.protocols import Policy
 from policies.scorer import LOCAL, Scorer, score_in_parts
-from policies.token_distribution import placed
 from trainer.batch import LEASHES, RESPONSE
-from trainer.kl.hints import Hint
 
 MAX_BYTES = 2**28  # of ref_states; scoring and update have up to three times as much at once
 
@@ -21,8 +22,8 @@ class Reference:
 
     `model` comes from `policies.load_reference`. After each `every` iterations (0 = never) its
     weights (with LoRA: its adapter's) become decay * reference + (1 - decay) * policy; decay 0 is a
-    reset to the policy. `sha256` is that of the start weights. With a `hint` it scores the response
-    after another prompt.
+    reset to the policy. `sha256` is that of the start weights. With a `hint` (trainer/kl/hints.py)
+    it scores the response after another prompt.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Reference:
         every: int = 0,
         decay: float = 0.0,
         name: str = "ref",
-        hint: Hint | None = None,
+        hint: Callable[[TensorDictBase], TensorDictBase] | None = None,
     ) -> None:
         self.hint = hint
         self.names = LEASHES[name]
@@ -75,7 +76,7 @@ class Reference:
         hinted = self._with_states(hinted) if keep_states else self.retrieve[0](hinted)
         for key in (self.names.log_probs, *(["ref_states"] if keep_states else [])):
             value = hinted.get(key)  # [B, t] or [B, t, H]
-            batch.set(key, placed(value[hinted.get(RESPONSE)], sampled))
+            batch.set(key, placed(kept(value, hinted.get(RESPONSE).cpu()), sampled.cpu()))
         return self.retrieve[1](batch)
 
     def _fits(self, batch: TensorDictBase) -> bool:
@@ -91,11 +92,19 @@ class Reference:
         attention, group = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
         limit = model.micro_batch_tokens
         states = score_in_parts(scorer.states, tokens, attention, limit=limit, group_id=group)
-        sampled = predicted(attention, batch.get(RESPONSE))
+        sampled = predicted(attention, batch.get(RESPONSE)).cpu()
         temperature = model.scoring_temperature(batch, "temperature")
-        dist = scorer.distribution(states[sampled], sampled, temperature)
+        dist = scorer.distribution(kept(states, sampled), sampled, temperature)
         batch.set(self.names.log_probs, dist.scores(tokens).log_probs)
         return batch.set("ref_states", states)
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Join the other ranks' forwards of a sharded reference, without a row of this rank."""
+        with self.scorer.placement.forwards(0) as count:
+            for _ in range(count):
+                ids = torch.zeros(1, 2, dtype=torch.int64, device=self.scorer.placement.device)
+                self.scorer(ids, torch.ones_like(ids).bool(), torch.zeros_like(ids).bool())
 
     @torch.no_grad()
     def refresh(self, iteration: int) -> None:
@@ -121,6 +130,9 @@ class NoReference:
     def __call__(self, batch: TensorDictBase, *, keep_states: bool = False) -> TensorDictBase:
         """Return the batch."""
         return batch
+
+    def join(self) -> None:
+        """Do nothing."""
 
     def refresh(self, iteration: int) -> None:
         """Do nothing."""

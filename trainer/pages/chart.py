@@ -1,4 +1,4 @@
-"""Charts as SVG text: axes, ticks, legends, curves and areas, alone or in a page.
+"""Charts as SVG text: axes, ticks, legends and curves, alone or in a page.
 
 Colours (chart.css) follow the reader's light or dark scheme; curves beyond the palette are dashed.
 A chart carries the values of its curves: script.js zooms them and shows the values.
@@ -130,9 +130,8 @@ class Chart:
         self.parts.append(f'<circle {where} style="{style}">{title}</circle>')
 
     def curve(self, points: Points, style: str, kind: str = "line", *, name: str = "") -> None:
-        """Draw a line, if it has a kind, and record it for script.js, which shows named curves."""
-        if kind:
-            self.path(points, style, kind)
+        """Draw a line, and record it for script.js, which shows named curves."""
+        self.path(points, style, kind)
         rounded = [(x, float(f"{y:.4g}")) for x, y in points]
         self.curves.append((name, style, kind, rounded))
 
@@ -205,30 +204,6 @@ def _draw_curve(chart: Chart, series: Series, points: Points) -> None:
             chart.parts.append(f"<path {shape}><title>{tip}</title></path>")
         elif series.dots or len(points) == 1:
             chart.dot(x, y, fill)
-
-
-def stack_chart(series: Sequence[Series], *, title: str, unit: str) -> str:
-    """Draw stacked areas, the first at the bottom, with their shares in the legend.
-
-    A missing iteration of a series counts as 0.
-    """
-    parts = [(s, dict(_thin(s.points, len(series)))) for s in series]
-    xs = sorted({x for _, values in parts for x in values})
-    roofs = [[0.0] * len(xs)]
-    for _, values in parts:
-        roofs.append([y + values.get(x, 0.0) for x, y in zip(xs, roofs[-1], strict=True)])
-    total = sum(roofs[-1]) or 1.0
-    chart = Chart(title, unit)
-    chart.legend((s.hue, f"{s.name} {sum(values.values()) / total:.0%}") for s, values in parts)
-    chart.axes((xs[0], xs[-1]), (0.0, data_range(roofs[-1])[1]))
-    lo, hi = chart.x.lo, chart.x.hi  # the range of the data, widened for a single iteration
-    for (s, _), roof in reversed([*zip(parts, roofs[1:], strict=True)]):  # lower areas in front
-        outline = [(lo, 0.0), (lo, roof[0]), *zip(xs, roof, strict=True), (hi, roof[-1]), (hi, 0.0)]
-        chart.curve(outline, f"fill:{colour(s.hue)}", "area")
-    for s, values in parts:
-        chart.curve([*values.items()], colour(s.hue), "", name=s.name)
-    chart.curve([*zip(xs, roofs[-1], strict=True)], "var(--ink)", "", name="all")
-    return chart.svg()
 
 
 def standalone(rows: Sequence[Sequence[str]], *, width: int = 360, height: int = 220) -> str:

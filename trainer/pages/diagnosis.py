@@ -8,12 +8,10 @@ iterations without it. A resumed run rereads its metrics.jsonl. Healthy runs rea
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
-import psutil
 import yaml
 
 from trainer.observer import Observer
@@ -32,7 +30,7 @@ Values = dict[str, Any] | None
 
 @dataclass
 class Finding:
-    """The result of a rule. `level`: info, warn or error; `until`: iteration at which it ended."""
+    """The result of a rule. `level`: warn or error; `until`: iteration at which it ended."""
 
     rule: str
     level: str
@@ -159,25 +157,6 @@ def stalled(past: Past) -> Values:
     return {"name": name, "count": len(past.lines), **ends}
 
 
-def memory_fills(past: Past) -> Values:
-    """Report memory that grows by at least half its mean growth in each of five iterations.
-
-    Memory that only warms up grows less and less. Silent if it lasts for 100 iterations more.
-    """
-    used, free = past.last("memory", 6), past.last("free", 1)
-    growth = [now - before for before, now in pairwise(used)]
-    if not growth or not free or min(growth) < fmean(growth) / 2 or free[0] > 100 * fmean(growth):
-        return None
-    full = past.last(ITERATION, 1)[0] + free[0] / fmean(growth)
-    return {"growth": fmean(growth), "full": math.ceil(full)}
-
-
-def loss_near_zero(past: Past) -> Values:
-    """Explain a loss near 0: group advantages have mean 0 and the ratio is 1 at first."""
-    loss = past.last("loss/policy", 1)
-    return {} if loss and abs(loss[0]) <= 0.1 and past.last("reward/raw_mean", 1) else None
-
-
 def _error(first: Sequence[float], last: Sequence[float]) -> float:
     """Return the standard error of the difference of two means."""
     return (variance(first) / len(first) + variance(last) / len(last)) ** 0.5
@@ -235,15 +214,10 @@ class Diagnose(Observer):
         if self._diagnosis is None:  # a resumed run has reported the findings of its old lines
             lines = read_lines(self._runtime.folder / "metrics.jsonl")
             self._diagnosis = Diagnosis(line for line in lines if line[ITERATION] < iteration)
-        memory = {
-            "memory": psutil.Process().memory_info().rss / 2**30,
-            "free": psutil.virtual_memory().available / 2**30,
-        }
-        for finding in self._diagnosis.see({**metrics, **memory}):
-            if finding.level != "info":  # an explanation is only in the report
-                word, style = STYLES[finding.level]
-                self._everyone.say(f"{word} at iteration {iteration}: {finding.text}", style=style)
-                self._everyone.alert(finding.title, finding.text, error=finding.level == "error")
+        for finding in self._diagnosis.see(metrics):
+            word, style = STYLES[finding.level]
+            self._everyone.say(f"{word} at iteration {iteration}: {finding.text}", style=style)
+            self._everyone.alert(finding.title, finding.text, error=finding.level == "error")
         notes = [asdict(finding) for finding in self._diagnosis.findings]
         if notes and notes != self._runtime.status.get("notes"):
             self._runtime.write_status(notes=notes)

@@ -53,18 +53,6 @@ class Output(Console):
         close_output()
 
 
-class GiveWay:
-    """A sys.breakpointhook that calls `stop` first and adds no frame to the debugger."""
-
-    def __init__(self, stop: Callable[[], None]) -> None:
-        self.stop, self.usual = stop, sys.breakpointhook
-
-    @property
-    def __call__(self) -> Callable[..., Any]:
-        self.stop()
-        return self.usual
-
-
 class Bar(Progress):
     """A progress bar with lines below it, which are computed at every refresh."""
 
@@ -124,6 +112,7 @@ class Display(Observer):
         self._stopping = False
         self._clock = time.monotonic()
         self._bar: Bar | None = None
+        self._debugger = sys.breakpointhook
 
     def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
         self._iteration = iteration
@@ -140,7 +129,7 @@ class Display(Observer):
             self._bar = Bar(self.console, self._lines)
             self._bar.add_task(self.title, total=self.total, completed=self._iteration, left="")
             self._bar.start()
-            sys.breakpointhook = GiveWay(self._stop_bar)
+            sys.breakpointhook = self._breakpoint
 
     def evaluating(self, label: str, fraction: float, *, last: bool) -> None:
         before = going if (going := self._evaluating) and going.label == label else None
@@ -199,11 +188,10 @@ class Display(Observer):
         if self.folder is None:
             return
         near = self._near(self.folder)
-        if state != "finished":
-            text = summary.NOTHING if saved is None else f"saved at iteration {saved}; go on with: "
-            self.console.print(f"{text}{summary.resume_command(near)}")
-            return
         run = load_run(self.folder)
+        if state != "finished":
+            self.console.print(summary.stopped_line(near, run, saved))
+            return
         self.console.print(summary.summary_line(run))
         if not self.brief:
             places = {name: str(near / file) for name, file in _FILES.items()}
@@ -215,8 +203,12 @@ class Display(Observer):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        if isinstance(hook := sys.breakpointhook, GiveWay):
-            sys.breakpointhook = hook.usual
+            sys.breakpointhook = self._debugger
+
+    def _breakpoint(self, *args: Any, **options: Any) -> Any:
+        """Give the terminal to the debugger, which stops in this frame, one below the caller's."""
+        self._stop_bar()
+        return self._debugger(*args, **options)
 
     def _lines(self) -> Iterator[str]:
         """Yield the lines below the bar; its thread refreshes them, so that times advance."""

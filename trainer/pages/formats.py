@@ -1,6 +1,5 @@
 """Format numbers, times and responses for pages and the terminal."""
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -51,16 +50,3 @@ def one_line(text: Any, width: int) -> str:
     """Make model output safe for a terminal: one line of at most `width` characters."""
     plain = " ".join(printable(text).split())
     return plain if len(plain) <= width else plain[: width - 3] + "..."
-
-
-def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings under keys with dots.
-
-    >>> [*leaves({"kl": {"coeff": 0.1, "end": None}, "stop": ["a"]})]
-    [('kl.coeff', 0.1), ('kl.end', None), ('stop', ['a'])]
-    """
-    if isinstance(node, Mapping) and node:
-        for key, value in node.items():
-            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, node

@@ -11,15 +11,14 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
 from html import escape
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from trainer.kl import FRONTIER_FILE
 from trainer.kl.frontier import (
     ACCURACY,
-    EVAL_KL,
     EVAL_REWARD,
     MIN_KL,
     Curve,
@@ -31,8 +30,6 @@ from trainer.kl.frontier import (
 from trainer.pages.chart import Axis, Box, Chart, text_width
 from trainer.pages.summary import hydra_path
 from trainer.pages.sweep_jobs import (
-    DRIFT,
-    KL,
     REWARD,
     Job,
     Setting,
@@ -56,7 +53,6 @@ TITLES = {
 }
 LABELS = {REWARD: "reward", ACCURACY: "accuracy", EVAL_REWARD: "held-out reward"}
 HUE = "var(--hue3)"  # of the optimal frontier
-PARTS = "needed", "misallocated", "in_right", "in_wrong"  # of the KL
 
 
 def draw_sweep(
@@ -66,20 +62,16 @@ def draw_sweep(
     height: int,
     by: str = REWARD,
     frontier: Frontier | None = None,
-    sampler: bool = False,
 ) -> str:
     """Draw reward (or `by` a held-out metric) against KL, one labelled point per setting.
 
-    A held-out metric is drawn with its `frontier`, if known. With `sampler` the KL is to the
-    sampling policy.
+    A held-out metric is drawn with its `frontier`, if known.
     """
-    if sampler:
-        jobs = [_to_the_sampler(job) for job in jobs]
-    frontier = None if sampler or by == REWARD else frontier
+    frontier = None if by == REWARD else frontier
     placed = [setting for setting in grouped(jobs) if setting.spots(by)]
     if not placed:
         raise ValueError(f"expected a job with {by} and kl/ref_sequence, got none")
-    line, begin = pareto(placed, by), None if sampler else start(jobs, by)
+    line, begin = pareto(placed, by), start(jobs, by)
     named = ", ".join(key for key in varying(jobs) if key != "seed")
     notes = {
         f"labels: {named}": named,
@@ -89,35 +81,24 @@ def draw_sweep(
         "cross: before training": begin,
         "upper line: the best there is; diamonds: best of 2, 4 ... responses": frontier,
     }
-    title, unit = TITLES[by]
-    title = title.replace("reference", "sampler") if sampler else title
-    chart = Chart(title, unit, width=width, height=height)
+    chart = Chart(*TITLES[by], width=width, height=height)
     for text in textwrap.wrap("; ".join(n for n, holds in notes.items() if holds), width // 6):
         chart.top += 15
         chart.text(2, chart.top - 4, text)
     spots = [spot for setting in placed for spot in setting.spots(by)]
     kls, values = zip(*spots, *([begin] if begin else []), strict=True)
     lines = FrontierLines(frontier, by, most=max(kls)) if frontier else None
-    per = "token" if sampler else "response"
-    kl_axes(chart, max(kls), [*values, *(lines.range if lines else [])], per=per)
-    taken: list[Box] = []  # points, bars and labels that no new label may cover
+    kl_axes(chart, max(kls), [*values, *(lines.range if lines else [])])
     if lines:
-        taken += lines.draw(chart, LABELS[by])
+        lines.draw(chart, LABELS[by])
     if len(line) > 1:
         chart.path([setting.place(by) for setting in line], "stroke:var(--hue0)")
     if begin:
-        taken += _cross(chart, *begin)
+        _cross(chart, *begin)
     for setting in placed:
-        taken += _point(chart, setting, by, filled=setting in line)
-    labels: dict[tuple[float, float], list[str]] = {}  # by pixel; points at one pixel share a label
-    for setting in placed:
-        kl, value = setting.place(by)
-        pixel = (chart.x(kl), chart.y(value))
-        spot = next((spot for spot in labels if math.dist(spot, pixel) < 3), pixel)
-        state = "" if setting.finished else f" ({setting.state})"
-        labels.setdefault(spot, []).append(setting.label + state)
-    for spot, texts in labels.items():
-        _label(chart, ", ".join(texts), spot, taken)
+        _point(chart, setting, by, filled=setting in line)
+    marks = [(kl, value) for _, kl, value in lines.best] if lines else []
+    _labels(chart, placed, by, marks=[*marks, *([begin] if begin else [])])
     return chart.svg()
 
 
@@ -145,12 +126,12 @@ def draw_run(run: Run, frontier: Frontier) -> str:
     return chart.svg()
 
 
-def kl_axes(chart: Chart, most: float, values: Sequence[float], *, per: str = "response") -> None:
+def kl_axes(chart: Chart, most: float, values: Sequence[float]) -> None:
     """Draw the axes of `values` against the KL, from 0 to `most` nats."""
     chart.axes(
         (0.0, max(most, 1e-3)),
         (min(values), max(values)),
-        x_label=f"KL, nats per {per} (square-root scale)",
+        x_label="KL, nats per response (square-root scale)",
         x_ticks=_root_ticks,
         warp=math.sqrt,
         inset=(12, 28),  # for the labels of the outermost points
@@ -182,8 +163,8 @@ class FrontierLines:
         """Return the values that the y axis should include."""
         return [*self.curve.value.tolist(), *(value for _, _, value in self.best)]
 
-    def draw(self, chart: Chart, label: str) -> list[Box]:
-        """Draw the optimum with its band, and best-of-k; return the boxes of the marks."""
+    def draw(self, chart: Chart, label: str) -> None:
+        """Draw the optimum with its band, and best-of-k."""
         kl = self.curve.kl.tolist()
         high, low = self.curve.high.tolist(), self.curve.low.tolist()[::-1]
         outline = [*zip(kl, high, strict=True), *zip(kl[::-1], low, strict=True)]
@@ -195,41 +176,26 @@ class FrontierLines:
             shape = f'd="M{chart.x(bound)} {chart.y(value) - 5:g}l5 5l-5 5l-5 -5z"'
             element = f'<path {shape} style="fill:{HUE}"><title>{escape(tip)}</title></path>'
             chart.parts.append(element)
-        return [_around(chart.x(bound), chart.y(value)) for _, bound, value in self.best]
 
 
-def _to_the_sampler(job: Job) -> Job:
-    """Return a copy of a job with the KL to the sampling policy."""
-    drift = job.reached[DRIFT]
-    kl = {KL: None if drift is None else max(drift, 0.0), EVAL_KL: None}
-    return replace(job, reached=job.reached | kl)
-
-
-def _around(x: float, y: float) -> Box:
-    return (x - 6, y - 6, x + 6, y + 6)
-
-
-def _cross(chart: Chart, kl: float, value: float) -> list[Box]:
-    """Draw the model before training; return its box."""
+def _cross(chart: Chart, kl: float, value: float) -> None:
+    """Draw the model before training."""
     x, y = chart.x(kl), chart.y(value)
     tip = f"<title>before training: {value:z.3f}, KL {kl:z.3f}</title>"
     shape = f'd="M{x - 5:g} {y - 5:g}l10 10m0 -10l-10 10"'
     chart.parts.append(f'<path class="bars" style="stroke-width:2" {shape}>{tip}</path>')
-    return [_around(x, y)]
 
 
-def _point(chart: Chart, setting: Setting, by: str, *, filled: bool) -> list[Box]:
-    """Draw a point, `filled` if on the Pareto line, dashed if unfinished; return its boxes."""
-    (kl, value), spots = setting.place(by), setting.spots(by)
-    x, y = chart.x(kl), chart.y(value)
-    boxes, several = [_around(x, y)], ""
+def _point(chart: Chart, setting: Setting, by: str, *, filled: bool) -> None:
+    """Draw a point, `filled` if on the Pareto line, dashed if unfinished."""
+    (kl, value), spots, several = setting.place(by), setting.spots(by), ""
+    x, y = _pixel(chart, (kl, value))
     if len(spots) > 1:  # bars: the range of the seeds in both directions
-        xs, ys = [chart.x(k) for k, _ in spots], [chart.y(v) for _, v in spots]
+        xs, ys = zip(*(_pixel(chart, spot) for spot in spots), strict=True)
         left, right, top, bottom = min(xs), max(xs), min(ys), max(ys)
         across = f"M{left} {y}H{right}M{left} {y - 3:g}v6M{right} {y - 3:g}v6"
         along = f"M{x} {bottom}V{top}M{x - 3:g} {bottom}h6M{x - 3:g} {top}h6"
         chart.parts.append(f'<path class="bars" d="{across}{along}"/>')
-        boxes += [(left - 1, y - 3, right + 1, y + 3), (x - 3, top - 1, x + 3, bottom + 1)]
         several = f", {len(spots)} seeds"
     paint = "var(--hue0)" if filled else "var(--paper)"
     dashes = "" if setting.finished else ";stroke-dasharray:3 2"
@@ -238,21 +204,47 @@ def _point(chart: Chart, setting: Setting, by: str, *, filled: bool) -> list[Box
     name = setting.label if done else f"{setting.label} ({setting.state})"
     tip = f"{name}: {LABELS[by]} {value:z.3f}, KL {kl:z.3f}{several}"
     chart.dot(kl, value, style, radius=4.5, tip=tip)
-    return boxes
 
 
-def _label(chart: Chart, text: str, spot: tuple[float, float], taken: list[Box]) -> None:
-    """Label a point in a free place; without one only its tooltip names it."""
-    wide = text_width(text, size=12)
-    for side in (10, -10 - wide, -wide / 2, 18, -18 - wide):  # right, left, centred, further off
-        for drop in (15, -8, 4, 24, -17, 34, -24):
-            x, y = spot[0] + side, spot[1] + drop
-            a, b, c, d = x - 4, y - 11, x + wide + 4, y + 3
-            inside = a > 0 and c < chart.width and chart.y.stop - 12 < b and d < chart.y.start + 10
-            if inside and not any(a < g and e < c and b < h and f < d for e, f, g, h in taken):
-                chart.text(x, y, text, style="value")
-                taken.append((a, b, c, d))
-                return
+def _labels(
+    chart: Chart, settings: Sequence[Setting], by: str, *, marks: Sequence[tuple[float, float]]
+) -> None:
+    """Label points where no point, bar, label or other mark is, else they have tooltips only.
+
+    Points at one pixel share a label.
+    """
+    texts: dict[tuple[float, float], list[str]] = {}  # by pixel
+    points = [_pixel(chart, spot) for spot in (*marks, *(s.place(by) for s in settings))]
+    taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
+    for setting in settings:
+        x, y = _pixel(chart, setting.place(by))
+        xs, ys = zip(*(_pixel(chart, spot) for spot in setting.spots(by)), strict=True)
+        taken += [
+            (min(xs) - 1, y - 3, max(xs) + 1, y + 3),
+            (x - 3, min(ys) - 1, x + 3, max(ys) + 1),
+        ]
+        spot = next((spot for spot in texts if math.dist(spot, (x, y)) < 3), (x, y))
+        state = "" if setting.finished else f" ({setting.state})"
+        texts.setdefault(spot, []).append(setting.label + state)
+    for (x, y), names in texts.items():
+        text = ", ".join(names)
+        wide = text_width(text, size=12)
+        lefts = (x + 10, x - 10 - wide, x - wide / 2)  # right, left, centred
+        for left, base in product(lefts, (y + 15, y - 8, y + 4, y + 26, y - 19)):
+            box = (left - 4, base - 11, left + wide + 4, base + 3)
+            inside = box[0] > 0 and box[2] < chart.width and chart.y.stop < base < chart.y.start + 7
+            if inside and not any(_meet(box, other) for other in taken):
+                chart.text(left, base, text, style="value")
+                taken.append(box)
+                break
+
+
+def _pixel(chart: Chart, spot: tuple[float, float]) -> tuple[float, float]:
+    return chart.x(spot[0]), chart.y(spot[1])
+
+
+def _meet(box: Box, other: Box) -> bool:
+    return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
 
 
 def _root_ticks(axis: Axis) -> list[float]:
@@ -269,14 +261,14 @@ def _root_ticks(axis: Axis) -> list[float]:
 def caption(run: Run, frontier: Frontier) -> str:
     """Return the efficiency of the last evaluation, and the samples behind the line."""
     got, (_, _, kl) = efficiency(run, frontier), held_out(run, frontier.metric)[-1]
-    why = "it lies beyond the end of the line" if kl > MIN_KL else "its KL is about 0"
-    text = f"The run has no KL efficiency, because {why}."
-    text = (
-        text if got is None else f"KL efficiency {got:.2f}{_error(run, '')}; on the line it is 1."
-    )
+    if got is not None:
+        text = f"KL efficiency {got:.2f}{_error(run, '')}; on the line it is 1."
+    else:
+        why = "it lies beyond the end of the line" if kl > MIN_KL else "its KL is about 0"
+        text = f"The run has no KL efficiency, because {why}."
     if (trained := run.last("kl/efficiency_train")) is not None:
         text += f" On training prompts it is {trained:.2f}{_error(run, '_train')}."
-    return f"{text} {split_caption(run)}{frontier.about()}"
+    return f"{text} {_split(run)}{frontier.about()}"
 
 
 def _error(run: Run, suffix: str) -> str:
@@ -285,17 +277,15 @@ def _error(run: Run, suffix: str) -> str:
     return "" if error is None else f" (standard error {error:.2f})"
 
 
-def split_caption(run: Run) -> str:
-    """Return what the KL changed, by the last split (trainer/kl/split.py), or "" without one."""
-    parts = {name: run.last(f"kl/{name}") for name in PARTS}
-    if None in parts.values():
+def _split(run: Run) -> str:
+    """Return which share of the KL changed style, by the last split (trainer/kl/split.py)."""
+    parts = [run.last(f"kl/{name}") for name in ("needed", "misallocated", "in_right", "in_wrong")]
+    if None in parts:
         return ""
-    total = sum(parts.values())
-    of = {name: f"{value / total:.0%}" for name, value in parts.items()}
+    _, _, right, wrong = (f"{part / sum(parts):.0%}" for part in parts)
     return (
-        f"{of['in_wrong']} of the KL changed wrong responses into other wrong ones and "
-        f"{of['in_right']} right ones into other right ones: style, not accuracy. The accuracy "
-        f"needed {of['needed']}; {of['misallocated']} were misallocated between prompts. "
+        f"{wrong} of the KL changed wrong responses into other wrong ones and {right} right ones "
+        "into other right ones: style, not accuracy. "
     )
 
 

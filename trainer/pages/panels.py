@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from trainer.pages.chart import Points, Series, line_chart, stack_chart
+from trainer.pages.chart import Points, Series, line_chart
 from trainer.pages.formats import short
 from trainer.runs.run_files import Run, dig, number
 
@@ -21,7 +21,6 @@ class Panel:
     unit: str
     metrics: dict[str, str]
     healthy: str = ""
-    stacked: bool = False
     least: float = 0.0
     swept: str = ""
     limits: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -89,13 +88,13 @@ def unhealthy(panel: Panel, run: Run) -> tuple[str, str] | None:
 
 def open_notes(run: Run) -> list[dict[str, Any]]:
     """List the open errors and warnings of a run."""
-    return [note for note in notes_of(run, "error", "warn") if note.get("until") is None]
+    return [note for note in notes_of(run) if note.get("until") is None]
 
 
-def notes_of(run: Run, *levels: str) -> list[dict[str, Any]]:
-    """List the findings of a run (diagnosis.py), by level."""
+def notes_of(run: Run) -> list[dict[str, Any]]:
+    """List the findings of a run (diagnosis.py), errors first."""
     notes = run.status.get("notes", [])
-    return [note for level in levels for note in notes if note["level"] == level]
+    return [note for level in ("error", "warn") for note in notes if note["level"] == level]
 
 
 def draw(panel: Panel, run: Run) -> str:
@@ -107,15 +106,13 @@ def draw(panel: Panel, run: Run) -> str:
         logged = _logged(metric, run)
         points = run.series(logged)
         # an equal curve is redundant: the task reward without a KL part, SFT's only loss
-        if points and (panel.stacked or not any(_alike(points, s.points) for s in series)):
+        if points and not any(_alike(points, s.points) for s in series):
             name = name if logged == metric else logged.rpartition("/")[2]
             series.append(Series(name, points, hue=index, dots=metric.startswith("eval/")))
-    names = {"title": panel.title, "unit": panel.unit}
-    if series and panel.stacked:
-        return stack_chart(_parts(series, run), **names)
     values = {name: number(dig(run.config, *key.split("."))) for key, name in panel.bounds.items()}
     bounds = {name: value for name, value in values.items() if value is not None}
-    return line_chart(series, least=panel.least, bounds=bounds, **names) if series else ""
+    about = {"title": panel.title, "unit": panel.unit, "least": panel.least, "bounds": bounds}
+    return line_chart(series, **about) if series else ""
 
 
 def shown(run: Run) -> tuple[list[Figure], list[Figure]]:
@@ -135,23 +132,10 @@ def shown(run: Run) -> tuple[list[Figure], list[Figure]]:
 def others(run: Run) -> list[Panel]:
     """Return panels for the metrics of no other panel, reward parts together."""
     known = {_logged(metric, run) for panel in (*MAIN, *MORE) for metric in panel.metrics}
-    known.add("time/iteration_s")  # the sum of the stacked times
     rest = [n for n in run.names() if n not in known and not n.startswith("progress/")]
     parts = {n: n.removeprefix("reward_part/") for n in rest if n.startswith("reward_part/")}
     single = [Panel(n, "", {n: n}) for n in rest if n not in parts]
     return ([Panel("Reward parts", "mean per response", parts)] if parts else []) + single
-
-
-def _parts(series: Sequence[Series], run: Run) -> list[Series]:
-    """Drop times of at most half a percent, and add the rest of the iteration time."""
-    sums = [sum(value for _, value in s.points) for s in series]
-    large = [s for s, total in zip(series, sums, strict=True) if total > 0.005 * sum(sums)]
-    points = [dict(s.points) for s in large]
-    rest = [
-        (x, max(total - sum(part.get(x, 0.0) for part in points), 0.0))
-        for x, total in run.series("time/iteration_s")
-    ]
-    return [*large, Series("rest", rest, hue=6)] if rest else large
 
 
 def _alike(points: Points, others: Points) -> bool:

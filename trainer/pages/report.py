@@ -14,11 +14,11 @@ import yaml
 from trainer.kl import FRONTIER_FILE
 from trainer.pages import panels, summary
 from trainer.pages.chart import standalone
-from trainer.pages.formats import duration, leaves
+from trainer.pages.formats import duration
 from trainer.pages.page import PATIENCE, write_page
 from trainer.pages.responses import select_responses
 from trainer.runs.redact import redact
-from trainer.runs.run_files import ITERATION, PLACES, Run, dig, load_run, number
+from trainer.runs.run_files import ITERATION, PLACES, Run, dig, flatten, load_run, number
 
 PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
 TIME = "time/iteration_s"
@@ -46,30 +46,20 @@ def run_svg(folder: str | Path) -> str:
 def _values(run: Run, state: str) -> dict[str, Any]:
     """Return the values of the template."""
     responses = select_responses(run.folder / "transcripts.jsonl")
-    (first, more), changes = panels.shown(run), _changes(run)
-    curves = [*_frontier(run), *first]
-    parts = {
-        "Curves": curves,
-        "Responses": responses,
-        "Environment": True,
-        "Configuration": changes,
-    }
+    first, more = panels.shown(run)
     return responses | {
         "title": run.experiment,
-        "sections": [name for name, present in parts.items() if present],
         "status": run.status,
         "errors": sorted(f.name for f in (run.folder / "errors").glob("rank*.txt")),
         "left": _left(run),
         "rewrite": f"python -m trainer.pages {shlex.quote(str(run.folder.resolve()))}",
-        "notes": panels.notes_of(run, "error", "warn"),
-        "explained": panels.notes_of(run, "info"),
+        "notes": panels.notes_of(run),
         "tiles": summary.tiles(run),
-        "python_reward": summary.python_reward(run),
         "commands": _commands(run, state),
-        "curves": curves,
+        "curves": [*_frontier(run), *first],
         "more_curves": more,
         "folder": str(run.folder.resolve()),
-        "changes": changes,
+        "changes": _changes(run),
         "config": run.config and yaml.safe_dump(redact(run.config), sort_keys=False, width=100),
     }
 
@@ -98,10 +88,10 @@ def _left(run: Run) -> str:
 def _commands(run: Run, state: str) -> dict[str, str | None]:
     """Return the commands that repeat a run, chat with a finished one, or resume it."""
     folder = run.folder.resolve()
-    out = {"repeat": None if summary.python_reward(run) else summary.repeat_command(run)}
+    out: dict[str, str | None] = {"repeat": summary.repeat_command(run)}
     if state == "finished":
         out["chat"] = summary.chat_command(folder, run)
-    elif state != "running":
+    elif state != "running" and not summary.has_python_reward(run):
         out["go on"] = summary.resume_command(folder)
     return out
 
@@ -115,7 +105,7 @@ def _changes(run: Run) -> list[list[str]]:
         return []
     nodes = (run.defaults["leash"], run.defaults["experiment"], run.config)
     leash, theirs, ours = (
-        {key: "null" if value is None else str(value) for key, value in leaves(redact(node))}
+        {key: "null" if value is None else str(value) for key, value in flatten(redact(node))}
         for node in nodes
     )
     follows = tuple(f"{k}." for k, value in (leash | theirs).items() if value.startswith("${"))

@@ -59,7 +59,7 @@
     plot.up = axis(plot.y);
     if (plot.button) plot.button.textContent = log ? "linear" : "log";
     if (!zoom && !log) return svg.querySelector(".plot").innerHTML = plot.whole;
-    const seen = curves.flatMap(([, , kind, points]) => kind ? points : [])
+    const seen = curves.flatMap(([, , , points]) => points)
       .filter(([x, y]) => x >= lo && x <= hi && (y > 0 || !log)).map(([, y]) => y);
     if (!seen.length) seen.push(...log ? [1, 10] : plot.y.slice(0, 2));
     const least = Math.min(...seen), most = Math.max(...seen);
@@ -80,7 +80,7 @@
         .map((t) => `<path class="grid" d="M${x(t)} ${bottom}v4"/>` + text(x(t), bottom + 15, short(t), "middle")),
       text((left + right) / 2, bottom + 31, plot.label, "middle"),
       `<svg x="${left}" y="${top}" width="${frame[2]}" height="${frame[3]}" viewBox="${frame.join(" ")}">`,
-      ...curves.filter(([, , kind]) => kind).map(line), "</svg>"].join("");
+      ...curves.map(line), "</svg>"].join("");
   };
   const nearest = (points, x) => points.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a);
   const named = (plot) => plot.curves.filter(([name, , kind]) => name && kind !== "bars");
@@ -89,9 +89,9 @@
     svg.querySelector(".cross")?.remove();
     if (at === null || at < along.lo || at > along.hi) return;
     const x = along(at), begin = from === null ? x : along(from), right = x > (along.start + along.stop) / 2;
-    const rows = named(plot).map(([name, style, kind, points]) => {
+    const rows = named(plot).map(([name, style, , points]) => {
       const [px, y] = nearest(points, at), fill = /var\(.*?\)/.exec(style)[0];
-      const dot = kind && px >= along.lo && px <= along.hi
+      const dot = px >= along.lo && px <= along.hi
         && `<circle cx="${along(px)}" cy="${Math.min(Math.max(up(y), up.stop), up.start)}" r="3" fill="${fill}"/>`;
       return {said: `${name.length > 26 ? `${name.slice(0, 25)}\u2026` : name} ${short(y)}`, y, fill, dot: dot || ""};
     }).sort((a, b) => b.y - a.y);
@@ -167,12 +167,10 @@
   const key = "leash " + location.pathname;
   const folds = [...document.querySelectorAll("details")];
   const name = (fold) => fold.querySelector("summary").textContent;
-  const picks = [...document.querySelectorAll(".tabs input")];
   const scrolled = () => [...document.querySelectorAll(".scroll")];
   const kept = JSON.parse(store((s) => s.getItem(key)) || "null");
   if (kept) {
     store((s) => s.removeItem(key));
-    picks.forEach((pick, i) => { pick.checked ||= i === kept.pick; });
     folds.forEach((fold) => { fold.open = kept.open.includes(name(fold)); });
     for (const head of heads) {
       const how = kept.sorted[head.textContent];
@@ -192,11 +190,10 @@
     if (from !== null || !getSelection().isCollapsed || document.activeElement?.type === "search") return setTimeout(again, 1000);
     const open = folds.filter((fold) => fold.open).map(name);
     const sorted = Object.fromEntries(heads.map((h) => [h.textContent, h.getAttribute("aria-sort")]));
-    const pick = picks.findIndex((one) => one.checked);
     const x = scrolled().map((e) => e.scrollLeft);
     const responses = document.getElementById("browser")?.told?.();
     const logs = [...plots.keys()].filter((i) => plots[i].log);
-    store((s) => s.setItem(key, JSON.stringify({y: scrollY, x, open, sorted, pick, responses, zoom, logs})));
+    store((s) => s.setItem(key, JSON.stringify({y: scrollY, x, open, sorted, responses, zoom, logs})));
     location.reload();
   };
   const count = () => document.querySelectorAll("[data-since]").forEach((e) => {

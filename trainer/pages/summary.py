@@ -2,8 +2,9 @@
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.pages.formats import duration, nats, short
 from trainer.runs.folders import program, quoted
@@ -20,40 +21,49 @@ GAINS = {  # only the first one before the accuracies that a run has
 }
 
 
-def tiles(run: Run) -> dict[str, str]:
-    """Return the main numbers of a run: first value, and last or mean of the last ten."""
-    out: dict[str, str] = {}
+class Tile(NamedTuple):
+    """A number of a run: its first value and its last one, or the mean of the last ten."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+def tiles(run: Run) -> list[Tile]:
+    """Return the main numbers of a run."""
+    out: list[Tile] = []
     rows = number(run.status.get("held_out"))
-    prompts = "prompt" if rows == 1 else "prompts"
-    few = f", of {rows:g} {prompts}" if rows and rows < 100 else ""
+    few = f"of {rows:g} prompt{'s' if rows > 1 else ''}" if rows and rows < 100 else ""
     for metric, name in GAINS.items():
         accuracy, points = metric.startswith("eval/"), run.series(metric)
         last = run.last(metric) if accuracy else run.last_ten_mean(metric)
         if points and last is not None and (accuracy or not out):
-            count = len(run.last_ten(metric))
-            mean = f", first \u2192 last {count}" if count > 1 else ""
-            note = few if accuracy else mean
-            out[name + note] = " \u2192 ".join(map(short, [points[0][1], last][: len(points)]))
+            ends = [points[0][1], last][: len(points)]
+            note = few if accuracy else _averaged(run.last_ten(metric))
+            out.append(Tile(name, " \u2192 ".join(map(short, ends)), note))
     if kl := run.last_ten("kl/ref_sequence"):
-        note = f", last {len(kl)}" if len(kl) > 1 else ""
-        out[f"KL to the reference, nats per response{note}"] = nats(sum(kl) / len(kl))
+        mean = f"{nats(sum(kl) / len(kl))} nats"
+        out.append(Tile("KL to the reference per response", mean, _averaged(kl)))
     if kls := [kl for at, kl in run.series("eval/kl_ref_sequence") if at]:
-        out["KL of the held-out responses, nats"] = nats(kls[-1])
+        out.append(Tile("KL of the held-out responses", f"{nats(kls[-1])} nats"))
     if run.metrics:
         if (efficiency := number(run.metrics[-1].get("kl/efficiency"))) is not None:
-            out["KL efficiency"] = short(efficiency)
+            out.append(Tile("KL efficiency", short(efficiency)))
         total = number(dig(run.config, "trainer", "num_iterations"))
         done = f"{run.metrics[-1]['progress/iteration']:g}"
-        out["iterations"] = f"{done} of {total:g}" if total else done
+        out.append(Tile("iterations", f"{done} of {total:g}" if total else done))
     if (seconds := number(run.status.get("seconds"))) is not None:
-        out["time"] = duration(seconds)
+        out.append(Tile("time", duration(seconds)))
     return out
+
+
+def _averaged(values: Sequence[float]) -> str:
+    return f"last {len(values)}" if len(values) > 1 else ""
 
 
 def summary_line(run: Run) -> str:
     """Return the result of a run as one line for a terminal: the numbers of its tiles."""
-    rows = ((re.sub(r"[^,]*(last \d+)", r" (\1)", t).split(", "), v) for t, v in tiles(run).items())
-    each = (" ".join([name, value, *notes]) for (name, *notes), value in rows)
+    each = (f"{name} {value}" + (f" ({note})" if note else "") for name, value, note in tiles(run))
     return ", ".join(each).replace("\u2192", "->")
 
 
@@ -63,13 +73,20 @@ def chat_command(folder: Path, run: Run) -> str | None:
     return None if rates else resume_command(folder, mode="chat")
 
 
-NOTHING = "nothing is saved: it ended before its first checkpoint; begin again with: "
-
-
 def resume_command(folder: Path, *, mode: str = "") -> str:
     """Return the command that resumes a run, or runs another mode on its model."""
     prefix = f"mode={mode} " if mode else ""
     return f"{shlex.join(program())} {prefix}resume={shlex.quote(hydra_path(folder))}"
+
+
+def stopped_line(folder: Path, run: Run, saved: int | None) -> str:
+    """Return the iteration that a stopped run saved, if any, and the command to go on."""
+    nothing = "nothing is saved: it ended before its first checkpoint"
+    text = nothing if saved is None else f"saved at iteration {saved}"
+    if has_python_reward(run):
+        return f"{text}; call conf.api.train again: no command line names its reward"
+    how = "begin again" if saved is None else "go on"
+    return f"{text}; {how} with: {resume_command(folder)}"
 
 
 def hydra_path(path: Path) -> str:
@@ -82,8 +99,20 @@ def hydra_path(path: Path) -> str:
     return str(path) if plain else quoted(str(path))
 
 
+def has_python_reward(run: Run) -> bool:
+    """Return whether a reward is a Python function, which no command line can name."""
+    rewards = dig(run.config, "env", "rewards")
+    nodes = rewards.values() if isinstance(rewards, dict) else ()
+    return any(dig(node, "_target_") == "envs.rewards.Registered" for node in nodes)
+
+
 def repeat_command(run: Run) -> str:
-    """Return the command that repeats a run in a new folder; "" if Hydra did not start it."""
+    """Return the command that repeats a run in a new folder.
+
+    "" if Hydra did not start it, or if a reward is a Python function, which no command can name.
+    """
+    if has_python_reward(run):
+        return ""
     hydra = read_yaml(run.folder / ".hydra" / "hydra.yaml").get("hydra")
     left_out = (*(f"{key}=" for key in PLACES), "hydra.")
     words = [word for word in run.words if not word.startswith(left_out)]
@@ -111,10 +140,3 @@ def _config_flags(hydra: Any) -> list[str]:
         flags.append(f"--config-name={name}")
     words = dig(hydra, "overrides", "hydra") or []
     return flags + [word for word in words if word.startswith("hydra.searchpath=")]
-
-
-def python_reward(run: Run) -> bool:
-    """Return whether a reward is a Python function, which no command line can name."""
-    rewards = dig(run.config, "env", "rewards")
-    nodes = rewards.values() if isinstance(rewards, dict) else ()
-    return any(dig(node, "_target_") == "envs.rewards.Registered" for node in nodes)

@@ -7,7 +7,6 @@ differ only in the seed are one setting.
 
 import csv
 import io
-import json
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,16 +18,18 @@ from typing import Any
 
 from trainer.kl import FRONTIER_FILE
 from trainer.kl.frontier import ACCURACY, EVAL_KL, EVAL_REWARD, Frontier, read_frontier
-from trainer.pages.formats import leaves, nats, one_line, short
+from trainer.pages.formats import nats, one_line, short
 from trainer.pages.summary import hydra_path, repeat_command
 from trainer.runs.discover import find_jobs
 from trainer.runs.folders import PLAN, program
 from trainer.runs.lock import is_free
 from trainer.runs.redact import redact, redact_text
-from trainer.runs.run_files import PLACES, Run, dig, is_sweep, load_run, number, read_yaml
+from trainer.runs.run_files import PLACES, Run, dig, flatten, is_sweep, load_run, number, read_yaml
 
 OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
 EFFICIENCY, DRIFT = "kl/efficiency", "kl/behaviour"
+SAME = ("policy", "env", "eval")  # keys of comparable jobs
+SAME += ("kl.reference", "kl.reference_temperature", "kl.hint", "kl.refresh_every")
 COLUMNS = {"objective": (OBJECTIVE, short), "reward": (REWARD, short), "KL": (KL, nats)}
 
 
@@ -163,7 +164,7 @@ def gather(folders: Sequence[Path]) -> Sweep:
     names = [folder.resolve().name for folder in folders]
     names = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
     jobs = [_job(load_run(f), name) for f, name in zip(folders, names, strict=True)]
-    configs = [dict(leaves(redact(job.run.config))) | job.overrides for job in jobs]
+    configs = [dict(flatten(redact(job.run.config))) | job.overrides for job in jobs]
     keys = dict.fromkeys(key for job in jobs for key in job.overrides)
     differ = [key for key in keys if len({str(config.get(key, "-")) for config in configs}) > 1]
     gathered = []
@@ -218,16 +219,11 @@ def grouped(jobs: Sequence[Job]) -> list[Setting]:
 
 def comparable(jobs: Sequence[Job]) -> bool:
     """Return whether all jobs share the start model, the task and the evaluation."""
-    keys = ["policy", "env", "eval"]
-    keys += [
-        f"kl.{name}" for name in ("reference", "reference_temperature", "hint", "refresh_every")
-    ]
     runs = [job.run for job in jobs if job.run.metrics]
-    seen = {
-        json.dumps([run.experiment, *(dig(run.config, *key.split(".")) for key in keys)])
-        for run in runs
-    }
-    return len(seen) <= 1
+    settings = [
+        [run.experiment, *(dig(run.config, *key.split(".")) for key in SAME)] for run in runs
+    ]
+    return all(setting == settings[0] for setting in settings)
 
 
 def start(jobs: Sequence[Job], by: str) -> tuple[float, float] | None:
@@ -316,8 +312,7 @@ def find_frontier(folder: Path) -> Frontier | None:
 
     None if it has other held-out rows than the run evaluates.
     """
-    around = [parent for parent in folder.resolve().parents[:3] if is_sweep(parent)]
-    files = [place / FRONTIER_FILE for place in (folder, *around)]
+    files = [place / FRONTIER_FILE for place in (folder, *folder.resolve().parents[:3])]
     path = next((path for path in files if path.is_file()), None)
     frontier = _read(path, path.stat().st_mtime_ns) if path else None
     return frontier if frontier and has_same_rows(frontier, folder) else None

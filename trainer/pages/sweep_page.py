@@ -19,7 +19,6 @@ from trainer.pages.panels import MAIN, Figure, open_notes
 from trainer.pages.responses import TranscriptRow, by_kind, side_by_side
 from trainer.pages.summary import repeat_command
 from trainer.pages.sweep_jobs import (
-    DRIFT,
     REWARD,
     Job,
     Setting,
@@ -35,11 +34,10 @@ from trainer.pages.sweep_jobs import (
     task_reward,
     varying,
 )
-from trainer.runs.run_files import dig, read_lines
+from trainer.runs.run_files import read_lines
 
 # in the order of a run's preference
 OBJECTIVES = (ACCURACY, "eval/greedy_accuracy", "reward/mean", "loss/total")
-MOVES = 1e-4  # nats per token to the sampler; with one step per batch it is rounding
 PROMPTS, SETTINGS = 8, 6  # at most, of responses side by side
 READ = 2**20  # bytes of a file: responses before training are at its start, those after at its end
 
@@ -89,7 +87,6 @@ def _values(sweep: Sweep) -> dict[str, Any]:
         "heading": f"Sweep of {jobs[0].run.experiment if jobs else sweep.folder.name}",
         "sweep": sweep,
         "progress": _progress(sweep),
-        "going": [{**links[job.name], "at": _at(job)} for job in jobs if job.state == "running"],
         "rewrite": f"python -m trainer.pages {shlex.quote(str(sweep.folder.resolve()))}",
         "best": top,
         "again": repeat_command(winner) if winner else "",
@@ -107,19 +104,11 @@ def _values(sweep: Sweep) -> dict[str, Any]:
 
 def _pictures(
     settings: Sequence[Setting], jobs: Sequence[Job], frontier: Frontier | None
-) -> dict[str, str]:
-    """Draw reward and held-out metrics against KL; buttons switch between them."""
-    by = {"reward": REWARD, "accuracy": ACCURACY, "held-out reward": EVAL_REWARD}
-    if frontier:  # its metrics come first
-        by["reward"] = by.pop("reward")
-    by = {name: metric for name, metric in by.items() if any(s.spots(metric) for s in settings)}
-    size = {"width": 420, "height": 320}
-    pictures = {n: draw_sweep(jobs, by=m, frontier=frontier, **size) for n, m in by.items()}
-    metric = by.get("accuracy", REWARD)
-    moved = (job for job in jobs if (job.reached[DRIFT] or 0.0) > MOVES)
-    if any(job.reached[metric] is not None for job in moved):
-        pictures["KL to the sampler"] = draw_sweep(jobs, by=metric, sampler=True, **size)
-    return pictures
+) -> list[str]:
+    """Draw reward and held-out metrics against KL, those of the frontier first."""
+    metrics = [ACCURACY, EVAL_REWARD, REWARD] if frontier else [REWARD, ACCURACY, EVAL_REWARD]
+    known = (metric for metric in metrics if any(s.spots(metric) for s in settings))
+    return [draw_sweep(jobs, width=420, height=320, by=m, frontier=frontier) for m in known]
 
 
 def _progress(sweep: Sweep) -> str:
@@ -134,11 +123,6 @@ def _progress(sweep: Sweep) -> str:
         rest = sum(max(fmean(done) - seconds, 0.0) for seconds in running)
         line += f"; about {duration(fmean(done) * sweep.left + rest)} left"
     return line
-
-
-def _at(job: Job) -> str:
-    of = dig(job.run.config, "trainer", "num_iterations")
-    return f", iteration {job.reached['progress/iteration']} of {of}" if job.run.metrics else ""
 
 
 def _page(job: Job, sweep: Sweep) -> str:

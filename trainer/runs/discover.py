@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.runs.lock import FILE as LOCK
-from trainer.runs.lock import is_free
+from trainer.runs.lock import LOCK_FILE, is_free
 from trainer.runs.run_files import is_sweep, read_status, read_yaml
 
 
@@ -40,7 +39,7 @@ def find_runs(folder: Path) -> tuple[list[Path], list[Path]]:
 def is_running(folder: Path) -> bool:
     """Return whether a run is in progress; before its first status it has only its lock."""
     state = read_status(folder).get("state")
-    begun = state == "running" or (state is None and (folder / LOCK).is_file())
+    begun = state == "running" or (state is None and (folder / LOCK_FILE).is_file())
     return begun and not is_free(folder)
 
 

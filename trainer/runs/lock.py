@@ -14,11 +14,11 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from trainer.runs.folders import is_main_rank
 
-FILE, RANK0 = ".lock", ".lock.rank0"
+LOCK_FILE, RANK0 = ".lock", ".lock.rank0"
 WAIT = 10.0  # seconds for the rank 0 of a killed launcher
 
 
-def lock_folder(folder: Path, name: str = FILE) -> BaseFileLock:
+def lock_folder(folder: Path, name: str = LOCK_FILE) -> BaseFileLock:
     """Lock a run folder until the lock is released; ValueError if another run holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / name)
@@ -29,7 +29,7 @@ def lock_folder(folder: Path, name: str = FILE) -> BaseFileLock:
 
 
 @contextmanager
-def locked(folder: Path, name: str = FILE) -> Iterator[None]:
+def locked(folder: Path, name: str = LOCK_FILE) -> Iterator[None]:
     """Lock a run folder for a block; ValueError if another run holds it."""
     lock = lock_folder(folder, name)
     try:
@@ -45,13 +45,13 @@ def locked_by_rank(folder: Path) -> AbstractContextManager[None]:
 
 def is_free(folder: Path) -> bool:
     """Return whether a run folder was locked before and no process of its run is left."""
-    locks = [folder / name for name in (FILE, RANK0) if (folder / name).is_file()]
+    locks = [folder / name for name in (LOCK_FILE, RANK0) if (folder / name).is_file()]
     try:
         for path in locks:
             FileLock(path).acquire(timeout=0).lock.release()
     except OSError:  # locked, or not readable
         return False
-    return folder / FILE in locks
+    return folder / LOCK_FILE in locks
 
 
 @contextmanager

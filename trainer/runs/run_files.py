@@ -6,7 +6,7 @@ line is skipped.
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -165,6 +165,19 @@ def dig(data: Any, *keys: str) -> Any:
     for key in keys:
         data = data.get(key) if isinstance(data, dict) else None
     return data
+
+
+def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings under keys with dots.
+
+    >>> [*flatten({"kl": {"coeff": 0.1, "end": None}, "stop": ["a"]})]
+    [('kl.coeff', 0.1), ('kl.end', None), ('stop', ['a'])]
+    """
+    if isinstance(node, Mapping) and node:
+        for key, value in node.items():
+            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
 
 
 def read_yaml(path: Path, kind: type = dict) -> Any:

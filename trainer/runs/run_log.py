@@ -9,7 +9,7 @@ from pathlib import Path
 from trainer.runs.folders import is_main_rank
 from trainer.runs.redact import redact_text
 
-FILE = "run.log"
+LOG_FILE = "run.log"
 VERBOSE = "LEASH_VERBOSE"  # hydra.verbose, for the processes of a run: true, or names of loggers
 TERMINAL = logging.getLogger("leash")  # receives the lines of the terminal
 TERMINAL.setLevel(logging.INFO)
@@ -43,7 +43,7 @@ def run_log(folder: Path) -> Iterator[None]:
 
     A nested block with the same folder does nothing.
     """
-    root, path = logging.getLogger(), os.path.abspath(folder / FILE)
+    root, path = logging.getLogger(), os.path.abspath(folder / LOG_FILE)
     if not is_main_rank() or path in [getattr(h, "baseFilename", None) for h in root.handlers]:
         yield
         return

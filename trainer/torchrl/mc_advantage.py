@@ -15,7 +15,7 @@ from torch import Tensor
 from envs.transforms.transform import Transform
 from trainer.baselines import standardise
 
-STD_FLOOR = 1e-6
+TORCHRL_STD_FLOOR = 1e-6
 REDUCE = {"sum": Tensor.sum, "max": Tensor.max, "mean": Tensor.mean}
 
 
@@ -104,7 +104,7 @@ class MCAdvantage(Transform):
         flat = torch.cat([reward.flatten() for reward in rewards])
         sizes = [reward.numel() for reward in rewards]
         if self.trajectory_return is None:
-            scores = standardise(flat, floor=STD_FLOOR)
+            scores = standardise(flat, floor=TORCHRL_STD_FLOOR)
         else:
             numbers = iter(sizes)
             lengths = [sum(islice(numbers, len(chat))) for chat in trajectories]
@@ -113,7 +113,7 @@ class MCAdvantage(Transform):
             low, high = self.keep_return_bounds or (-torch.inf, torch.inf)
             if not low < float(returns.mean()) < high:
                 return []
-            each = standardise(returns, floor=STD_FLOOR)
+            each = standardise(returns, floor=TORCHRL_STD_FLOOR)
             scores = each.repeat_interleave(torch.tensor(lengths, device=each.device))
         for row, reward, score in zip(rows, rewards, scores.split(sizes), strict=True):
             row.set(self.advantage_key, score.reshape(reward.shape).clone())

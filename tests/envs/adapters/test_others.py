@@ -4,8 +4,7 @@ import signal
 import sys
 
 import pytest
-from refusals import refusal
-from runs import train_here
+from support.runs import refusal, train_here
 
 from envs.tasks import Response, Verifiers
 from envs.tasks.task import assistant, user
@@ -102,7 +101,7 @@ def test_rewards_see_all_responses_to_a_prompt_or_fail_and_drop_them(shop):
     pairs = zip(rows, texts, strict=True)
     got = task.rewards(rows, [Response(t, True, [*r["messages"], assistant(t)]) for r, t in pairs])
     assert [reward.parts["longest"] for reward in got] == [0, 1, 1, 1, 0]
-    with pytest.warns(UserWarning, match="shop_env: KeyError"):
+    with pytest.warns(UserWarning, match="shop_env"):
         ((done,), _) = play(Verifiers(shop, arguments={"second": "broken"}), first, "a")
     assert (done.errors, done.dropped) == (1, True)
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from contracts import G, Words, leash, padded_left, prompts, scaled
-from runs import SMALL, metrics, train
-from steps import double_policy, each_token, gradient, tables
+from support.policies import G, leash, padded_left, prompts, scaled
+from support.runs import SMALL, metrics, train
+from support.tasks import Words
+from support.updates import double_policy, each_token, gradient, tables
 
 from envs.chat_env import ChatEnv
 from trainer.collect import collect

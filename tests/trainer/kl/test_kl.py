@@ -6,14 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from contracts import make_wrapper, plain_log_probs
 from hypothesis import given
 from hypothesis import strategies as st
-from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE
-from specification_rows.kl import FULL, REF, gen, ref
+from support.policies import make_wrapper, plain_log_probs
+from support.tasks import FEW_SHOT
+from support.wrappers import ASSISTANT, ATTENTION, FULL, REF, RESPONSE, gen, ref
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor
-from uneven_chats import FEW_SHOT
 
 from conf.compose import compose_checked
 from envs.torchrl.ragged import get_values

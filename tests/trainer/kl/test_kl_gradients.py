@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kl_tables import (
+from support.kl_tables import (
     Table,
     expected,
     the_weighed_kl_is_the_reverse_one_whoever_sampled,

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from enumeration import Enumerated, V, six_tokens
+from support.slow_maths import Enumerated, V, six_tokens
 
 from trainer.kl.split import rate_term, split
 

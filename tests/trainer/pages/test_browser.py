@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import write_lines, write_status, write_words
+from support.pages import write_lines, write_status, write_words
 
 from trainer.pages import page as page_module
 from trainer.pages.panels import MAIN, MORE

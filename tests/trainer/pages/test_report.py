@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from pages import Page, Picture, recorded, write_lines, write_run, write_status
+from support.pages import Page, Picture, recorded, write_lines, write_run, write_status
 
 from trainer.pages import live
 from trainer.pages.__main__ import main
@@ -50,23 +50,24 @@ def test_no_text_of_the_files_is_markup(tmp_path):
 
 
 RUNS = [
-    ("healthy_run.json", 0, []),
-    ("hacked_run.json", 1, ["Reward hacking (iteration 30)"] * 2 + ["k1 1.53, above 1"]),
+    ("healthy_run.json", []),
+    ("hacked_run.json", ["Reward hacking (iteration 30)"] * 2 + ["k1 1.53, above 1"]),
 ]
 
 
-@pytest.mark.parametrize(("name", "tiles", "warnings"), RUNS)
-def test_tiles_and_captions_warn_of_what_the_run_did(tmp_path, name, tiles, warnings):
+@pytest.mark.parametrize(("name", "warnings"), RUNS)
+def test_captions_warn_of_what_the_run_did(tmp_path, name, warnings):
     rows = recorded(name)
     notes = [vars(found) for found in Diagnosis(rows).findings]
     known = [{k: v for k, v in row.items() if v is not None} for row in rows]
     write_lines(tmp_path, *known, begin=rows[0]["progress/iteration"])
     write_status(tmp_path, state="finished", notes=notes)
-    page = Page(write_report(tmp_path))
-    assert re.findall(r"<figcaption class=.*?><b>(.*?)</b>", page.source) == warnings
-    assert page.attributes("class").count("tile bad") == tiles
+    captions = r"<figcaption class=.*?><b>(.*?)</b>"
+    assert re.findall(captions, Page(write_report(tmp_path)).source) == warnings
     write_status(tmp_path, notes=[{**note, "until": 40} for note in notes])  # it was taken back
-    assert "tile bad" not in Page(write_report(tmp_path)).attributes("class")
+    assert "Reward hacking" not in "".join(
+        re.findall(captions, Page(write_report(tmp_path)).source)
+    )
 
 
 def test_a_page_reloads_itself_while_its_run_goes_on_and_says_what_it_does(tmp_path):

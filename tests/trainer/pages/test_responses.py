@@ -5,7 +5,7 @@ import re
 from itertools import pairwise, product
 from pathlib import Path
 
-from pages import Page, write_lines
+from support.pages import Page, write_lines
 
 from trainer.pages import responses
 from trainer.pages.report import write_report

@@ -6,7 +6,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from pages import Page, Picture, write_lines, write_status, write_words
+from support.pages import Page, Picture, write_lines, write_status, write_words
 
 from conf.sweep import OPEN, end_sweep
 from trainer.pages.__main__ import main
@@ -130,17 +130,6 @@ def test_unfinished_jobs_enter_neither_means_nor_the_line_and_seeds_are_one_poin
     drawn = Picture(draw_sweep(jobs, width=480, height=340))
     assert len(drawn.all(**{"class": "bars"})) == 1  # of the one with seeds
     assert sum("dasharray" in dot.attrib["style"] for dot in drawn.dots) == 1
-
-
-def test_a_sweep_that_leaves_its_sampler_is_drawn_against_the_kl_to_it_too(sweep):
-    title = "Accuracy against KL to the sampler"
-    assert title not in Page(write_sweep(sweep)).charts()
-    for coeff, drift in ((10, 0.25), (20, -0.5)):
-        line = {"eval/sampled_accuracy": coeff / 40, "kl/behaviour": drift}
-        write_lines(sweep / f"kl.coeff={coeff}", *[line] * 16)
-    drawn = Page(write_sweep(sweep)).charts()[title]
-    least = "20.0: accuracy 0.500, KL 0.000"  # an estimate below 0 is 0
-    assert drawn.tips == ["10.0: accuracy 0.250, KL 0.250", least]
 
 
 def test_the_command_takes_a_sweep_and_reports_unrelated_runs_one_by_one(sweep, tmp_path, capsys):

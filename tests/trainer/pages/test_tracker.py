@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from accelerate import PartialState
 from omegaconf import OmegaConf
-from pages import write_words
-from runs import lines
+from support.pages import write_words
+from support.runs import lines
 
 from conf.build import make_tracker
 from conf.compose import compose_checked
@@ -131,7 +131,7 @@ def test_wandb_holds_what_the_files_hold_over_a_resume_and_no_secret(tmp_path, m
 def tensorboard(folder: Path) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    read = EventAccumulator(str(folder / "run" / "tensorboard"))
+    read = EventAccumulator(str(folder / "run" / "tensorboard" / "leash"))
     read.Reload()
     return [(event.step, event.value) for event in read.Scalars("reward/mean")]
 

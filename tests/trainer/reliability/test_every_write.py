@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from faulty import TINY, at_call, be_worker, forked, full, kill, list_writes, preload
-from runs import asked, lines, metrics
+from support.faults import TINY, at_call, be_worker, forked, full, kill, list_writes, preload
+from support.runs import asked, lines, metrics
 
 pytestmark = pytest.mark.reliability
 OF_THE_PARENT = {"config.yaml", "report.html"}

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from faulty import TINY, one_error
-from runs import ROOT, environment, lines, metrics, train
+from support.faults import TINY, one_error
+from support.runs import ROOT, environment, lines, metrics, train
 
 from trainer.runs.run_files import read_status
 

@@ -2,8 +2,8 @@
 
 import pytest
 import yaml
-from pages import write_run, write_words
-from runs import asked
+from support.pages import write_run, write_words
+from support.runs import asked
 
 from conf.compose import compose_checked
 from trainer.pages.__main__ import main as report

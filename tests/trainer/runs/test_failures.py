@@ -6,16 +6,15 @@ import os
 
 import pytest
 import torch
-from pages import write_lines
 from safetensors import SafetensorError
+from support.pages import write_lines
 
 import train
 from trainer.runs.failures import LESS_MEMORY, headline, print_error, record_failure, say
 from trainer.runs.folders import TEMPORARY
 from trainer.runs.launch import kill_reason
 from trainer.runs.run_files import read_lines, read_status
-from trainer.runs.run_log import FILE as LOG
-from trainer.runs.run_log import VERBOSE, run_log
+from trainer.runs.run_log import LOG_FILE, VERBOSE, run_log
 
 GLOO = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. Check"
 CUDA = "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 139.80 GiB"
@@ -100,7 +99,7 @@ def test_run_log_has_what_was_logged_and_told_without_secrets(tmp_path, capsys, 
         print_error("a fault")
     said = capsys.readouterr()
     assert (said.out, said.err) == ("a line\n", "error: a fault\n")
-    lines = [line.split(" ", 2)[2] for line in (tmp_path / LOG).read_text().splitlines()]
+    lines = [line.split(" ", 2)[2] for line in (tmp_path / LOG_FILE).read_text().splitlines()]
     assert lines == ["INFO mine: sent <hidden>", "INFO leash: a line", "INFO leash: error: a fault"]
 
 
@@ -109,7 +108,7 @@ def test_a_verbose_log_has_what_the_named_modules_debug(tmp_path, monkeypatch):
     with run_log(tmp_path):
         for name in ("loud.too", "silent"):
             logging.getLogger(name).debug("a detail")
-    text = (tmp_path / LOG).read_text()
+    text = (tmp_path / LOG_FILE).read_text()
     assert "DEBUG loud.too: a detail\n" in text
     assert "silent" not in text
 

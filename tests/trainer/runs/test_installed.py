@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from runs import ROOT, environment
+from support.runs import ROOT, environment
 
 OWN = "# @package _global_\ndefaults: [grpo_tiny, _self_]\ntrainer: {num_iterations: 2}\n"
 

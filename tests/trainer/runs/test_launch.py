@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import gone
-from runs import ROOT
+from support.runs import ROOT, gone
 
 from conf.cli import expand
 from conf.compose import compose_checked, compose_experiment

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import asked, train
+from support.runs import asked, train
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from conf.plan import plan

@@ -1,7 +1,7 @@
 """Four ranks that hold two copies of the weights, and what one rank learns."""
 
 import pytest
-from runs import metrics, train
+from support.runs import metrics, train
 
 pytestmark = pytest.mark.scale
 

@@ -11,11 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import faulty
 import psutil
 import pytest
-from processes import gone
-from runs import ROOT, environment, launch, metrics, train, wait_for
+from support import faults
+from support.runs import ROOT, environment, gone, launch, metrics, train, wait_for
 
 from trainer.runs.run_files import load_run, read_status
 
@@ -136,7 +135,7 @@ FAULTS = {
 
 
 STANDALONE = [sys.executable, *TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN]
-GRPO = [word.replace("num_iterations=4", "num_iterations=40") for word in faulty.TINY]
+GRPO = [word.replace("num_iterations=4", "num_iterations=40") for word in faults.TINY]
 
 
 @pytest.fixture(scope="module")

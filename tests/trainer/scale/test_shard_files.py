@@ -3,19 +3,24 @@
 import shutil
 from pathlib import Path
 
-import part_files
 import pytest
 import torch
-from runs import ROOT
 from safetensors.torch import load_file
-from sharded import ranks_of, start
-from test_checkpoint import DAMAGED, make
+from support import part_files
+from support.sharded import ranks_of, start
 
-from trainer.checkpoint import SHARDS
+from trainer.checkpoint import SHARDS, Checkpoints
+from trainer.optimizer import make_optimizer
+from trainer.runtime import Runtime
 
 pytestmark = pytest.mark.runs
 WAYS = ("2 fsdp2", "1 ddp", "2 ddp", "4 fsdp2")
-SCRIPT = (str(ROOT / "tests/support/part_files.py"),)
+SCRIPT = ("-m", "support.part_files")
+DAMAGES = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "other bytes": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),
+    "missing": Path.unlink,
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +54,13 @@ def test_no_rank_has_a_full_copy_of_the_weights(way, place):
         assert 0 < peak <= largest < size / 2
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_part_that_is_damaged_or_missing_is_noticed(damage, place, tmp_path):
     shutil.copytree(place / "float32" / "checkpoints", tmp_path / "checkpoints")
-    _, _, found = make(tmp_path)
+    policy = part_files.make("float32")
+    found = Checkpoints(Runtime(tmp_path), policy, make_optimizer(policy.model, lr=1.0))
     (folder,) = found.folder.iterdir()
     assert found.newest() == folder
-    second = max((folder / SHARDS).glob("*.safetensors"))
-    DAMAGED[damage](second)
+    DAMAGES[damage](max((folder / SHARDS).glob("*.safetensors")))
     with pytest.raises(ValueError, match="iteration_000001"):
         found.newest()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import metrics
-from sharded import (
+from support.runs import metrics
+from support.sharded import (
     CASES,
     ROUNDED,
     far,

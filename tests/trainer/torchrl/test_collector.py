@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from contracts import Words, close, make_wrapper, prompts
+from support.chats import start
+from support.policies import close, make_wrapper, prompts
+from support.tasks import Uneven, Words
 from tensordict import TensorDict, lazy_stack
-from uneven_chats import Uneven, start
 
 from envs.torchrl.chat_env import ChatEnv, DatasetChatEnv
 from envs.torchrl.step_counter import StepCounter

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from contracts import make_wrapper, plain_log_probs, rollout
+from support.chats import SPOKEN, spoken
+from support.policies import make_wrapper, plain_log_probs, rollout
 from tensordict import TensorDict
 from torch import Tensor, nn
-from wrapped import SPOKEN, spoken
 
 from policies.chats.containers import Masks, Tokens
 from policies.load import load_reference

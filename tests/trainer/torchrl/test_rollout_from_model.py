@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from specification_rows.rollout import STEPS, batch, by_hand, chats, make, models
-from specification_rows.shared import checkpoint
+from support.rollouts import STEPS, batch, by_hand, chats, make, models
+from support.wrappers import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from policies.padding import pad_mask, widen

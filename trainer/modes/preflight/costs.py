@@ -110,20 +110,18 @@ def check_time(
     for name, phase in second.phases.items():
         before = first.phases[name].seconds
         findings.say(f"{name:<9} {phase.seconds:.2f} s (the first {before:.2f} s)")
-    training = first.seconds + (total - 1) * second.seconds
-    parts = {"start": findings.start, f"{total} iterations": training}
+    seconds = findings.start + first.seconds + (total - 1) * second.seconds
     if "evaluation" in rest:
         evaluate, beside = loop.evaluate, loop.evaluate.beside
         times = 1 + sum(evaluate.due(i, total) for i in range(1, total + 1))
         count = len(evaluate.rows) + (len(beside.rows) if beside else 0)
         few = min(evaluate.prompts_per_batch * loop.runtime.ranks, len(evaluate.rows))  # played
-        one = rest["evaluation"].seconds * count / max(few, 1)
-        parts[f"{times} evaluations of {one:.2f} s"] = times * one
-    for name, seconds in parts.items():
-        findings.say(f"{name}: {duration(seconds)}")
+        seconds += times * rest["evaluation"].seconds * count / max(few, 1)
     length = float(second.batch.get("loss_mask").sum(-1).float().mean())
-    about = f"about {duration(sum(parts.values()))}"
-    findings.say(f"the run: {about}, while rows learn {length:.0f} tokens on average")
+    findings.say(
+        f"the run with its start, {total} iterations and evaluations: about {duration(seconds)}, "
+        f"while rows learn {length:.0f} tokens on average"
+    )
 
 
 def check_disk(loop: Trainer, settings: dict[str, Any], findings: Findings) -> None:

@@ -7,6 +7,7 @@ from tensordict import TensorDictBase
 
 from trainer.length_filter import WRITES_END, count_ends
 from trainer.modes.preflight.profile import Findings
+from trainer.pages.formats import printable
 from trainer.trainer import Trainer
 from trainer.transcripts import token_texts
 
@@ -55,8 +56,7 @@ def table(ids: list[int], texts: list[str], mask: list[bool]) -> list[Text]:
     out = [Text(f"{'tokens':>6} {'learnt':<6} text", style="bold")]
     for run in runs:
         head = f"{len(run):>6} {'yes' if mask[run[0]] else '-':<6} "
-        text = "".join(texts[run[0] : run[-1] + 1]).replace("\n", "\\n")
-        text = "".join(c if c.isprintable() else " " for c in text)
+        text = printable("".join(texts[run[0] : run[-1] + 1]).replace("\n", "\\n"))
         text = text if len(text) <= 2 * HALF + 3 else f"{text[:HALF]}...{text[-HALF:]}"
         style = "green" if mask[run[0]] else "dim"
         for place in range(0, max(len(text), 1), WIDTH):

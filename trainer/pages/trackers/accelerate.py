@@ -10,8 +10,8 @@ from io import StringIO
 from typing import Any
 
 from policies.files import write_text
-from trainer.pages.formats import leaves
 from trainer.pages.trackers.mirror import Mirror
+from trainer.runs.run_files import flatten
 
 MLFLOW_ID = "mlflow_id.txt"  # of a run folder
 
@@ -40,41 +40,34 @@ class AccelerateTracker(Mirror):
     def _start(self) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+        service, continued = LOGGER_TYPE_TO_CLASS[self.word], self._continued()
+        folder = [str(self.folder / self.word)] if service.requires_logging_directory else []
         with redirect_stdout(StringIO()):  # Trackio prints six lines
-            self._tracker = LOGGER_TYPE_TO_CLASS[self.word](**self._arguments())
+            self._tracker = service(self._project, *folder, **(continued | self._options))
             if hasattr(self._tracker, "start"):  # older versions start in the constructor
                 self._tracker.start()
-        if self.first is None or self.word not in ("mlflow", "tensorboard"):
+        if self.first is None or not continued:
             values = {
                 key: value if isinstance(value, int | float) else str(value)
-                for key, value in leaves(self.about["config"])
+                for key, value in flatten(self.about["config"])
                 if key
             }  # of types that every service takes
             self._tracker.store_init_configuration(values)
-        looks = {
-            "mlflow": "mlflow ui",
-            "tensorboard": f"tensorboard --logdir {self.folder / 'tensorboard'}",
-            "trackio": f"trackio show --project {self._project}",
-        }
-        self.hint = f"look at it with: {looks[self.word]}" if self.word in looks else ""
         if self.word == "mlflow":
             write_text(self.folder / MLFLOW_ID, f"{self._tracker.tracker.info.run_id}\n")
 
-    def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of Accelerate's class; its run_name is usually the project."""
-        project, name, out = self._project, self.about["name"], {"run_name": self._project}
+    def _continued(self) -> dict[str, Any]:
+        """Return the arguments by which a service continues a run, {} if it cannot."""
+        name, ids = self.about["name"], self.folder / MLFLOW_ID
         if self.word == "mlflow":
-            path = self.folder / MLFLOW_ID
-            known = path.read_text().strip() if path.is_file() else None
-            tags = {"job_type": self.about["job_type"], "tags": ", ".join(self.about["tags"])}
-            out = {"experiment_name": project, "run_name": name, "run_id": known, "tags": tags}
-        elif self.word == "tensorboard":
-            out = {"run_name": "tensorboard", "logging_dir": str(self.folder)}
-            out["purge_step"] = self.first
-        elif self.word == "trackio":
-            out |= {"name": f"{name}-{self.run_id()}", "group": self.about["group"]}
-            out |= {"resume": "allow", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-        return out | self._options
+            return {"run_name": name, "run_id": ids.read_text().strip() if ids.is_file() else None}
+        if self.word == "tensorboard":
+            return {"purge_step": self.first}
+        if self.word == "trackio":
+            quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+            named = {"name": f"{name}-{self.run_id()}", "group": self.about["group"]}
+            return {**named, **quiet, "resume": "allow"}
+        return {}
 
     def _log(self, line: dict[str, float], iteration: int) -> None:
         named = {name.replace("@", "_at_"): value for name, value in line.items()}  # of MLflow

@@ -1,14 +1,36 @@
-"""Prompts and chats for wrappers, and how their outputs are read and compared."""
+"""Prompts and chats for wrappers and environments, and how outputs are read and compared."""
+
+from collections.abc import Sequence
 
 import torch
-from contracts import make_wrapper
-from tensordict import TensorDict, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
+from envs.tasks.task import Task, assistant
 from policies.chats.containers import ChatHistory, Text, Tokens
 from policies.chats.history import History
 from policies.padding import pad, pad_mask, rows
 from policies.random import fold
 from policies.torchrl.transformers_wrapper import TransformersWrapper
+from support.policies import make_wrapper
+
+
+def data(*rows: dict) -> TensorDict:
+    """Return what an environment is reset with: rows, each with a stream of its own."""
+    td = TensorDict({"stream": fold(0, torch.arange(len(rows)))}, batch_size=[len(rows)])
+    return td.set("row", NonTensorStack(*[NonTensorData(row) for row in rows]))
+
+
+def responded(td: TensorDict, *texts: str, complete: Sequence[bool] = ()) -> TensorDict:
+    """Write the responses as a policy would, in history mode."""
+    pairs = zip(texts, complete or [True] * len(texts), strict=True)
+    said = History.from_chats([[assistant(t) | {"is_complete": c}] for t, c in pairs])
+    full = td["history"].prompt.extend(said, inplace=False, dim=-1)
+    return td.set(("history", "full"), full)
+
+
+def start(task: Task, count: int | None = None) -> TensorDict:
+    return data(*list(task.rows("train"))[:count])
+
 
 TEXTS = ("Sort 3", "Write", "the house with the other people")
 CHATS = [[{"role": "user", "content": t}] for t in TEXTS]

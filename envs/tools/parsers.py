@@ -1,5 +1,7 @@
-"""Parse tool calls in the text of a response: XML blocks, or one JSON object.
+"""Parse tool calls that no chat template writes: XML blocks, or one JSON object.
 
+envs/tools/reading.py reads those of a chat template; TorchRL's tools and the adapter of verifiers
+take these parsers, under TorchRL's names.
 A parser is any function of a response that returns {"text", "calls", "meta"}: the response without
 its calls, `ToolCall`s in order, and their count.
 """

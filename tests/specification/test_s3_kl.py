@@ -1,28 +1,43 @@
 """S3, first part: RetrieveLogProb, KLComputation and RetrieveKL."""
 
 import copy
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
-from contracts import Words, make_wrapper, plain_log_probs
-from contracts import prompts as env_prompts
+from support.chats import spoken
+from support.policies import make_wrapper
+from support.policies import prompts as env_prompts
+from support.specification import TORCHRL, close, defaults, page, raises, refused, warned
+from support.tasks import Words
+from support.wrappers import (
+    ASSISTANT,
+    ATTENTION,
+    FULL,
+    GEN,
+    REF,
+    RESPONSE,
+    Collector,
+    charged,
+    gen,
+    generated,
+    no_template,
+    other_model,
+    plain,
+    plain_kl,
+    ref,
+    same_rows,
+    scored,
+)
 from tensordict import TensorDict, set_list_to_stack
 from torch import Tensor
-from uneven_chats import Uneven, start
-from wrapped import spoken
 
 from envs import ChatEnv, Composite, EnvBase, TransformedEnv, check_env_specs
-from envs.transforms import Compose, KLComputation, RetrieveKL, RetrieveLogProb, Transform
+from envs.transforms import Compose, KLComputation, RetrieveKL, RetrieveLogProb
 from policies import ChatHistory, History, TransformersWrapper
-from policies.padding import rows
-from specification_rows.containers import ASSISTANT, ATTENTION, RESPONSE, generated, scored
-from specification_rows.row import Page, close, defaults, raises, refused, warned
-from specification_rows.shared import no_template, plain
-from trainer import LLMCollector
 
-S3 = Page("S3")
-FULL, REF, GEN = ("log_probs", "full"), ("ref_log_probs", "full"), ("gen_log_probs", "full")
+S3 = page("S3")
 
 
 class Chat(EnvBase):
@@ -35,42 +50,6 @@ class Chat(EnvBase):
         return TensorDict({"reward": torch.ones(2, 1)}, [2])
 
 
-class Collector:
-    def __init__(self, policy):
-        self.policy = policy
-
-
-@cache
-def other_model() -> torch.nn.Module:
-    """Return the policy's model with other weights."""
-    model = copy.deepcopy(make_wrapper().model)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(0.9)
-    return model
-
-
-def gen(**changes) -> TransformersWrapper:
-    """Return the policy, scoring."""
-    settings = {"generate": False, "inplace": False, "log_probs_key": "gen_log_probs"}
-    return make_wrapper().get_new_version(**{**settings, **changes})
-
-
-def ref(**changes) -> TransformersWrapper:
-    """Return a reference with other weights, scoring."""
-    return gen(**{"model": other_model(), "log_probs_key": "ref_log_probs", **changes})
-
-
-def plain_kl(td: TensorDict, key: Any) -> Tensor:
-    return plain(make_wrapper(), td, key) - plain(ref(), td, key)
-
-
-def same_rows(td: TensorDict, key: Any, want: Tensor, atol: float = 1e-4) -> None:
-    """Check values, dense or ragged, of the chats of `scored` against dense ones."""
-    for got, row, real in zip(rows(td, key), want, scored()[ATTENTION], strict=True):
-        close(got, row if len(got) == len(row) else row[real], atol)
-
-
 def two(a: Any, b: Any, reward: Any = None) -> TensorDict:
     """Return a td with both log-probs, and a reward, in next."""
     found = {FULL: a, REF: b} | ({} if reward is None else {"reward": reward})
@@ -81,91 +60,124 @@ def nested(*parts: Tensor, layout: torch.layout = torch.strided) -> Tensor:
     return torch.nested.as_nested_tensor(list(parts), layout=layout)
 
 
-def charged(*transforms: Transform, both: bool = False, **policy: Any) -> None:
-    """Check each turn of a collector: its KL is that of plain forwards and charged there, once.
-
-    `both`: the generator is scored too, so that the KL is at all of the assistant's tokens.
-    """
-    env, made = ChatEnv(Uneven(), max_turns=3), make_wrapper().get_new_version(**policy)
-    for transform in transforms:
-        env = env.append_transform(transform)
-    data = {"dataloader": [start(Uneven())], "dialog_turns_per_batch": 9}
-    for turn in next(iter(LLMCollector(env, policy=made, **data))).reshape(-1).unbind(0):
-        ids, sampled = turn["tokens", "full"], turn[RESPONSE]
-        mine, theirs = (plain_log_probs(model, ids, 1.0) for model in (make_wrapper(), ref()))
-        kl = (mine - theirs) * (turn[ASSISTANT] if both else sampled)
-        close(turn["next", "kl_penalty"].flatten(), kl, 1e-4)
-        task = torch.zeros_like(kl)
-        task[-1] = float(turn["next", "reward_part", "turn"])
-        kl = kl * sampled if turn["turn"] else kl  # what was said before was charged there
-        close(turn["next", "reward"].squeeze(-1), task - 0.1 * kl, 1e-4)
-
-
-@S3.rows()
-def log_prob_arguments():
-    yield "RetrieveLogProb(model, *, ...): arguments and defaults"
+@S3("RetrieveLogProb(model, *, ...): arguments and defaults")
+def test_RetrieveLogProb_model():
     text = """model, log_probs_full_key=None, assistant_only=True, tokenizer_kwargs=None,
         detach=True, device=None, tokenizer=None, padding_side='left'"""
     defaults(RetrieveLogProb, text)
-    yield "RetrieveLogProb model: the log-probs of the reference at assistant tokens, else zero"
+
+
+@S3("RetrieveLogProb model: the log-probs of the reference at assistant tokens, else zero")
+def test_RetrieveLogProb_model_the_log_probs_of_the_reference():
     for padded in (True, False):
         out = RetrieveLogProb(ref(pad_output=padded))(spoken())
         same_rows(out, REF, plain(ref(), scored(), ASSISTANT))
         assert set(out.keys()) == {"history", "ref_log_probs"}
-    yield "RetrieveLogProb log_probs_full_key, default (model.log_probs_key, 'full')"
+
+
+@S3("RetrieveLogProb log_probs_full_key, default (model.log_probs_key, 'full')")
+def test_RetrieveLogProb_log_probs_full_key_default_model():
     made = RetrieveLogProb(ref())
     assert (made.in_keys, made.out_keys) == ([("history", "full")], [REF])
     old = RetrieveLogProb(ref(), log_probs_full_key=("old", "full"))(spoken())
     assert set(old.keys()) == {"history", "old"}
-    yield "RetrieveLogProb log_probs_full_key: a warning unless a tuple that ends in 'full'"
+
+
+@S3("RetrieveLogProb log_probs_full_key: a warning unless a tuple that ends in 'full'")
+def test_RetrieveLogProb_log_probs_full_key():
     for key in ("ref", ("ref", "all")):
         warned(partial(RetrieveLogProb, ref(), log_probs_full_key=key), "log_probs_full_key")
-    yield "RetrieveLogProb assistant_only=True needs input_mode='history'"
+
+
+@S3("RetrieveLogProb assistant_only=True needs input_mode='history'")
+def test_RetrieveLogProb_assistant_only_True_needs_input_mode():
     for mode in ("text", "tokens"):
         with raises(ValueError, "input_mode='history'", "assistant_only=False"):
             RetrieveLogProb(ref(input_mode=mode))
-    yield "RetrieveLogProb assistant_only=False: all tokens, in any input mode"
+
+
+@S3("RetrieveLogProb assistant_only=False: all tokens, in any input mode")
+def test_RetrieveLogProb_assistant_only_False():
     for mode in ("history", "text", "tokens"):
         whole = RetrieveLogProb(ref(input_mode=mode, pad_output=False), assistant_only=False)
         same_rows(whole(spoken(mode)), REF, plain(ref(), scored(), ATTENTION))
-    yield "RetrieveLogProb tokenizer_kwargs: documented defaults; the caller's dict stays"
+
+
+@S3("RetrieveLogProb tokenizer_kwargs: documented defaults; the caller's dict stays")
+def test_RetrieveLogProb_tokenizer_kwargs():
+    made = RetrieveLogProb(ref())
     wanted = {"return_assistant_tokens_mask": True, "tokenize": True, "return_dict": True}
     wanted |= {"padding": False, "add_generation_prompt": False}
     mine = dict(wanted)
     close(RetrieveLogProb(ref(), tokenizer_kwargs=mine)(spoken())[REF], made(spoken())[REF])
     assert mine == wanted
-    yield "RetrieveLogProb detach, default True"
+
+
+@S3("RetrieveLogProb detach, default True")
+def test_RetrieveLogProb_detach_default_True():
     for detach in (True, False):
         assert RetrieveLogProb(ref(), detach=detach)(spoken())[REF].requires_grad is not detach
-    yield "RetrieveLogProb device, default None"
+
+
+@S3("RetrieveLogProb device, default None")
+def test_RetrieveLogProb_device_default_None():
+    made = RetrieveLogProb(ref())
     close(RetrieveLogProb(ref(), device="cpu")(spoken())[REF], made(spoken())[REF])
-    yield "RetrieveLogProb padding_side: pads the masked rows"
+
+
+@S3("RetrieveLogProb padding_side: pads the masked rows", part=TORCHRL)
+def test_RetrieveLogProb_padding_side():
+    made = RetrieveLogProb(ref())
     right = RetrieveLogProb(ref(), padding_side="right")(spoken())[REF]
     close(right, made(spoken())[REF])
     refused(ValueError, "padding_side", RetrieveLogProb, ref(), padding_side="up")
-    yield "RetrieveLogProb needs return_log_probs=True and generate=False"
+
+
+@S3("RetrieveLogProb needs return_log_probs=True and generate=False")
+def test_RetrieveLogProb_needs_return_log_probs_True_and_generate():
     silent = copy.copy(ref())
     silent.return_log_probs = False
     for model, word in ((make_wrapper(), "generate=False"), (silent, "return_log_probs=True")):
         refused(ValueError, word, RetrieveLogProb, model)
-    yield "RetrieveLogProb forward: writes to next, or to the td without one"
+
+
+@S3("RetrieveLogProb forward: writes to next, or to the td without one")
+def test_RetrieveLogProb_forward():
+    made = RetrieveLogProb(ref())
     out = made(spoken().set("next", spoken()))
     assert (REF in out["next"].keys(True), REF in out.keys(True)) == (True, False)
-    yield "RetrieveLogProb note: ragged by default, as_padded_tensor=True pads"
+
+
+@S3("RetrieveLogProb note: ragged by default, as_padded_tensor=True pads")
+def test_RetrieveLogProb_note():
+    right = RetrieveLogProb(ref(), padding_side="right")(spoken())[REF]
     out = RetrieveLogProb(ref(pad_output=False))(spoken())
     assert len({len(row) for row in out.get(REF, as_list=True)}) > 1
     close(out.get(REF, as_padded_tensor=True, padding_side="left"), right)
-    yield "RetrieveLogProb.transform_observation_spec adds kl_penalty"
+
+
+@S3("RetrieveLogProb.transform_observation_spec adds kl_penalty", part=TORCHRL)
+def test_RetrieveLogProb_transform_observation_spec_adds():
+    made = RetrieveLogProb(ref())
     spec = made.transform_observation_spec(Composite(shape=(2,)))
     assert (spec[REF].shape, "kl_penalty" in spec) == ((2, -1), False)
-    yield "RetrieveLogProb assistant_only=False where the td has a response mask"
+
+
+@S3("RetrieveLogProb assistant_only=False where the td has a response mask")
+def test_RetrieveLogProb_assistant_only_False_where_the_td_has():
     out = RetrieveLogProb(ref(), assistant_only=False)(generated().copy())
     close(out[REF], plain(ref(), generated(), ATTENTION))
-    yield "RetrieveLogProb tokenizer, tokenizer_kwargs: what cannot act is refused"
+
+
+@S3("RetrieveLogProb tokenizer, tokenizer_kwargs: what cannot act is refused")
+def test_RetrieveLogProb_tokenizer_tokenizer_kwargs():
     for wrong in ({"tokenizer": object()}, {"tokenizer_kwargs": {"nonsense": 1}}):
         with raises((TypeError, ValueError)):
             RetrieveLogProb(ref(), **wrong)(spoken())
-    yield "RetrieveLogProb, RetrieveKL tokenizer: the assistant mask where the model gives none"
+
+
+@S3("RetrieveLogProb, RetrieveKL tokenizer: the assistant mask where the model gives none")
+def test_RetrieveLogProb_RetrieveKL_tokenizer():
     another = copy.deepcopy(make_wrapper().tokenizer)
     more = {"tokenizer": another, "tokenizer_kwargs": {"padding": True}}
     for padded in (True, False):
@@ -175,9 +187,9 @@ def log_prob_arguments():
         same_rows(out, "kl_penalty", plain_kl(scored(), ASSISTANT))
 
 
-@S3.rows(needs="gpu")
-def on_a_gpu():
-    yield "RetrieveLogProb, RetrieveKL device: cuda, in and back"
+@pytest.mark.gpu
+@S3("RetrieveLogProb, RetrieveKL device: cuda, in and back")
+def test_RetrieveLogProb_RetrieveKL_device():
     models = [copy.deepcopy(m).cuda() for m in (make_wrapper().model, other_model())]
     out = RetrieveLogProb(ref(model=models[1]), device="cuda")(spoken())
     assert out[REF].device.type == "cpu"
@@ -185,9 +197,8 @@ def on_a_gpu():
     assert both(spoken())["kl_penalty"].device.type == "cpu"
 
 
-@S3.rows()
-def page_examples():
-    yield "RetrieveLogProb and RetrieveKL examples (OPT), as printed"
+@S3("RetrieveLogProb and RetrieveKL examples (OPT), as printed")
+def test_RetrieveLogProb_and_RetrieveKL_examples_OPT_as_printed():
     for stacked in (False, True):  # as the page does, and without it
         with set_list_to_stack(stacked):
             run_page_examples()
@@ -216,70 +227,116 @@ def run_page_examples() -> None:
     assert not kl.any()
 
 
-@S3.rows()
-def kl_computation():
-    a, b, reward = torch.randn(2, 5), torch.randn(2, 5), torch.randn(2, 5, 1)
-    yield "KLComputation(gen_log_probs_full_key, ref_log_probs_full_key, *, ...): defaults"
+@S3("KLComputation(gen_log_probs_full_key, ref_log_probs_full_key, *, ...): defaults")
+def test_KLComputation_gen_log_probs_full_key():
     keys = """gen_log_probs_full_key=('log_probs', 'full'),
         ref_log_probs_full_key=('ref_log_probs', 'full'), kl_key='kl_penalty',
         add_to_reward=True, coeff=1.0"""
     defaults(KLComputation, f"{keys}, padding_side='left'")
-    yield "KLComputation prose: gen_log_probs_full_key is ('gen_log_probs', 'full')"
+
+
+@S3("KLComputation prose: gen_log_probs_full_key is ('gen_log_probs', 'full')", part=TORCHRL)
+def test_KLComputation_prose():
     assert KLComputation().gen_log_probs_full_key == FULL
-    yield "KLComputation example, as printed"
+
+
+@S3("KLComputation example, as printed", part=TORCHRL)
+def test_KLComputation_example_as_printed():
     refused(TypeError, "", KLComputation, gen_log_probs_key=GEN, ref_log_probs_key=REF, coef=1.0)
     td = TensorDict({GEN: torch.randn(2, 10), REF: torch.randn(2, 10)}, batch_size=(2,))
     made = KLComputation(gen_log_probs_full_key=GEN, ref_log_probs_full_key=REF, coeff=1.0)
     assert made(TensorDict(next=td, batch_size=(2,)))["next"].get("kl_penalty").shape == (2, 10)
-    yield "KLComputation: kl = gen - ref, in next or in the td without one"
+
+
+@S3("KLComputation: kl = gen - ref, in next or in the td without one")
+def test_KLComputation():
+    a = torch.randn(2, 5)
+    b = torch.randn(2, 5)
     close(KLComputation(coeff=7.0)(two(a, b))["next", "kl_penalty"], a - b)
     close(KLComputation()(two(a, b)["next"])["kl_penalty"], a - b)
-    yield "KLComputation kl_key"
+
+
+@S3("KLComputation kl_key")
+def test_KLComputation_kl_key():
+    a = torch.randn(2, 5)
+    b = torch.randn(2, 5)
     assert ("next", "my", "kl") in KLComputation(kl_key=("my", "kl"))(two(a, b)).keys(True)
-    yield "KLComputation add_to_reward, coeff: reward - coeff * kl"
+
+
+@S3("KLComputation add_to_reward, coeff: reward - coeff * kl")
+def test_KLComputation_add_to_reward_coeff():
+    a, b, reward = torch.randn(2, 5), torch.randn(2, 5), torch.randn(2, 5, 1)
     out = KLComputation(coeff=0.3)(two(a, b, reward))["next", "reward"]
     close(out, reward - 0.3 * (a - b).unsqueeze(-1))
     kept = KLComputation(add_to_reward=False)(two(a, b, reward))["next", "reward"]
     assert torch.equal(kept, reward)
     assert "reward" not in KLComputation()(two(a, b))["next"]
-    yield "KLComputation padding_side: where a dense reward of ragged rows is padded"
+
+
+@S3("KLComputation padding_side: where a dense reward of ragged rows is padded")
+def test_KLComputation_padding_side():
     parts = (torch.zeros(3), torch.zeros(5))
     for side, want in (("left", [0, 0, 1, 1, 1]), ("right", [1, 1, 1, 0, 0])):
         td = two(*(nested(*[p + n for p in parts], layout=torch.jagged) for n in (0, 1)))
         td["next", "reward"] = torch.zeros(2, 5, 1)
         close(KLComputation(padding_side=side)(td)["next", "reward"][0, :, 0], want)
-    yield "KLComputation: missing log-probs are a ValueError that names the keys"
+
+
+@S3("KLComputation: missing log-probs are a ValueError that names the keys")
+def test_KLComputation_ValueError():
     with raises(ValueError, "Log-probs not found", str(FULL), str(REF)):
         KLComputation()(TensorDict(batch_size=[2]))
-    yield "KLComputation: other batch sizes or shapes are ValueErrors"
+
+
+@S3("KLComputation: other batch sizes or shapes are ValueErrors")
+def test_KLComputation_ValueErrors():
+    a = torch.randn(2, 5)
+    b = torch.randn(2, 5)
     with raises(ValueError, "Batch size mismatch"):
         KLComputation()(TensorDict({FULL: a, "ref_log_probs": {"full": b[:1]}}))
     refused(ValueError, "Sample 0 has different shapes", KLComputation(), two(a, b[:, 1:]))
-    yield "KLComputation: the rewards should have one more dimension than the KL"
+
+
+@S3("KLComputation: the rewards should have one more dimension than the KL")
+def test_KLComputation_the_rewards_should_have_one_more_dimension():
+    a = torch.randn(2, 5)
+    b = torch.randn(2, 5)
     refused(ValueError, "rewards have shape", KLComputation(), two(a, b, a))
-    yield "KLComputation: a reward [B, 1] is repeated over the tokens"
+
+
+@S3("KLComputation: a reward [B, 1] is repeated over the tokens", part=TORCHRL)
+def test_KLComputation_a_reward_B_1_is_repeated_over_the_tokens():
+    a = torch.randn(2, 5)
+    b = torch.randn(2, 5)
     out = KLComputation(coeff=0.0)(two(a, b, torch.tensor([[3.0], [1.0]])))["next", "reward"]
     assert out.shape == (2, 5, 1)
     close(out.sum((1, 2)), [3.0, 1.0])
-    yield "KLComputation in_keys, out_keys"
+
+
+@S3("KLComputation in_keys, out_keys")
+def test_KLComputation_in_keys_out_keys():
     made = KLComputation()
     assert (made.in_keys, made.out_keys) == ([FULL, REF, "reward"], ["kl_penalty", "reward"])
     assert KLComputation(add_to_reward=False).out_keys == ["kl_penalty"]
-    yield "KLComputation.transform_observation_spec and transform_reward_spec (..., -1, 1)"
+
+
+@S3("KLComputation.transform_observation_spec and transform_reward_spec (..., -1, 1)")
+def test_KLComputation_transform_observation_spec():
     env = ChatEnv(Words()).append_transform(KLComputation())
     assert env.full_observation_spec["kl_penalty"].shape == (-1, -1)
     assert env.full_reward_spec["reward"].shape == (-1, -1, 1)
-    yield "KLComputation nested: as_nested_tensor(layout=torch.strided)"
+
+
+@S3("KLComputation nested: as_nested_tensor(layout=torch.strided)")
+def test_KLComputation_nested():
     a, b = torch.randn(3), torch.randn(5)
     out = KLComputation()(two(nested(a, b), nested(a, b), nested(a[:, None], b[:, None])))["next"]
     for key in ("kl_penalty", "reward"):
         assert out[key].layout is torch.strided, out[key].layout
 
 
-@S3.rows()
-def retrieve_kl():
-    spoken_kl = plain_kl(scored(), ASSISTANT)
-    yield "RetrieveKL(gen_model='from_collector', ref_model=None, *, ...): defaults"
+@S3("RetrieveKL(gen_model='from_collector', ref_model=None, *, ...): defaults")
+def test_RetrieveKL_gen_model_from_collector_ref_model_None():
     text = """gen_model='from_collector', ref_model=None, gen_model_factory=None,
         ref_model_factory=None, assistant_only=True, history_key='history', tokenizer_kwargs=None,
         detach=True, device=None, tokenizer=None, padding_side='left',
@@ -287,26 +344,43 @@ def retrieve_kl():
         ref_log_probs_full_key=('ref_log_probs', 'full'), kl_key='kl_penalty', add_to_reward=True,
         coeff=1.0, use_ray_service=False"""
     defaults(RetrieveKL, text)
-    yield "RetrieveKL gen_model, ref_model: their KL, 0 for one model"
+
+
+@S3("RetrieveKL gen_model, ref_model: their KL, 0 for one model")
+def test_RetrieveKL_gen_model_ref_model():
+    spoken_kl = plain_kl(scored(), ASSISTANT)
     for padded in (True, False):
         made = RetrieveKL(gen(pad_output=padded), ref(pad_output=padded))
         same_rows(made(spoken()), "kl_penalty", spoken_kl)
     assert not RetrieveKL(gen(), gen(log_probs_key="ref_log_probs"))(spoken())["kl_penalty"].any()
-    yield "RetrieveKL is Compose(RetrieveLogProb, RetrieveLogProb, KLComputation)"
+
+
+@S3("RetrieveKL is Compose(RetrieveLogProb, RetrieveLogProb, KLComputation)", part=TORCHRL)
+def test_RetrieveKL_is_Compose_RetrieveLogProb_RetrieveLogProb():
     made = RetrieveKL(gen(), ref())
     assert isinstance(made, Compose)
     assert [type(part) for part in made] == [RetrieveLogProb, KLComputation]
     assert isinstance(made.generator, RetrieveLogProb)
-    yield "RetrieveKL gen_model_factory, ref_model_factory"
+
+
+@S3("RetrieveKL gen_model_factory, ref_model_factory")
+def test_RetrieveKL_gen_model_factory_ref_model_factory():
+    spoken_kl = plain_kl(scored(), ASSISTANT)
     by_factory = RetrieveKL(gen_model_factory=gen, ref_model_factory=ref)
     close(by_factory(spoken())["kl_penalty"], spoken_kl, 1e-4)
-    yield "RetrieveKL: model and factory, or neither, is a ValueError"
+
+
+@S3("RetrieveKL: model and factory, or neither, is a ValueError")
+def test_RetrieveKL_ValueError():
     for model, name in ((gen, "gen"), (ref, "ref")):
         with raises(ValueError, f"Cannot provide both '{name}_model' and '{name}_model_factory'"):
             RetrieveKL(gen(), ref(), **{f"{name}_model_factory": model})
     for given in ((None, ref()), (gen(), None)):
         refused(ValueError, "", RetrieveKL, *given)
-    yield "RetrieveKL assistant_only: True needs histories, False works in any input mode"
+
+
+@S3("RetrieveKL assistant_only: True needs histories, False works in any input mode")
+def test_RetrieveKL_assistant_only():
     for mode in ("text", "tokens"):
         with raises(ValueError, "input_mode='history'"):
             RetrieveKL(gen(input_mode=mode), ref(input_mode=mode))
@@ -314,75 +388,124 @@ def retrieve_kl():
         models = [make(input_mode=mode, pad_output=False) for make in (gen, ref)]
         out = RetrieveKL(*models, assistant_only=False)(spoken(mode))
         same_rows(out, "kl_penalty", plain_kl(scored(), ATTENTION))
-    yield "RetrieveKL gen_log_probs_full_key, ref_log_probs_full_key: tuples that end in 'full'"
+
+
+@S3("RetrieveKL gen_log_probs_full_key, ref_log_probs_full_key: tuples that end in 'full'")
+def test_RetrieveKL_gen_log_probs_full_key_ref_log_probs_full_key():
     keys = {"gen_log_probs_full_key": ("a", "full"), "ref_log_probs_full_key": ("b", "full")}
     out = RetrieveKL(gen(), ref(), **keys)(spoken())
     close(out["a", "full"] - out["b", "full"], out["kl_penalty"])
     for key in ("log_probs", ("log_probs", "response")):
         refused(ValueError, "full", RetrieveKL, ref_model=ref(), gen_log_probs_full_key=key)
-    yield "RetrieveKL tokenizer_kwargs: documented defaults"
+
+
+@S3("RetrieveKL tokenizer_kwargs: documented defaults")
+def test_RetrieveKL_tokenizer_kwargs():
+    spoken_kl = plain_kl(scored(), ASSISTANT)
     wanted = {"return_assistant_tokens_mask": True, "tokenize": True, "return_tensors": "pt"}
     wanted |= {"padding": True, "add_generation_prompt": False}
     same_rows(RetrieveKL(gen(), ref(), tokenizer_kwargs=wanted)(spoken()), "kl_penalty", spoken_kl)
-    yield "RetrieveKL detach, default True; device"
+
+
+@S3("RetrieveKL detach, default True; device")
+def test_RetrieveKL_detach_default_True_device():
     for detach in (True, False):
         out = RetrieveKL(gen(), ref(), detach=detach, device="cpu")(spoken())
         assert out["kl_penalty"].requires_grad is not detach
-    yield "RetrieveKL padding_side, kl_key, add_to_reward, coeff: KLComputation's"
+
+
+@S3("RetrieveKL padding_side, kl_key, add_to_reward, coeff: KLComputation's")
+def test_RetrieveKL_padding_side_kl_key_add_to_reward_coeff():
     given = {"padding_side": "right", "kl_key": "leash", "add_to_reward": False, "coeff": 0.2}
     part = RetrieveKL(gen(), ref(), **given)[1]
     assert {name: getattr(part, name) for name in given} == given
-    yield "RetrieveKL writes log-probs of both, the KL and the reward to next"
+
+
+@S3("RetrieveKL writes log-probs of both, the KL and the reward to next")
+def test_RetrieveKL_writes_log_probs_of_both_the_KL():
     td = generated().copy().set("next", TensorDict({"reward": torch.ones(3, 1)}, [3]))
     out = RetrieveKL(gen(), ref(), coeff=0.2)(td)["next"]
     assert set(out.keys()) == {"log_probs", "ref_log_probs", "kl_penalty", "reward"}
     close(out["reward"].sum((1, 2)), 1 - 0.2 * out["kl_penalty"].sum(-1))
-    yield "RetrieveKL actor_name without Ray, and unknown **kwargs"
+
+
+@S3("RetrieveKL actor_name without Ray, and unknown **kwargs")
+def test_RetrieveKL_actor_name_without_Ray_and_unknown_kwargs():
     for wrong, kind in (({"actor_name": "kl"}, ValueError), ({"nonsense": 1}, TypeError)):
         refused(kind, "", RetrieveKL, gen(), ref(), **wrong)
-    yield "RetrieveKL: the same pad_output, or ValueError"
+
+
+@S3("RetrieveKL: the same pad_output, or ValueError")
+def test_RetrieveKL_the_same_pad_output_or_ValueError():
     with raises(ValueError, "pad_output mismatch"):
         RetrieveKL(gen(pad_output=True), ref(pad_output=False))
-    yield "RetrieveKL: generate=False, or ValueError"
+
+
+@S3("RetrieveKL: generate=False, or ValueError")
+def test_RetrieveKL_generate_False_or_ValueError():
     for given in ((make_wrapper(), ref()), (gen(), make_wrapper())):
         refused(ValueError, "generate=False", RetrieveKL, *given)
-    yield "RetrieveKL: different log_probs_key values, or ValueError"
+
+
+@S3("RetrieveKL: different log_probs_key values, or ValueError")
+def test_RetrieveKL_different_log_probs_key_values_or_ValueError():
     with raises(ValueError, "different `log_probs_key`"):
         RetrieveKL(gen(), ref(log_probs_key="gen_log_probs"))
-    yield "RetrieveKL in an environment: specs of KL and reward"
+
+
+@S3("RetrieveKL in an environment: specs of KL and reward")
+def test_RetrieveKL_in_an_environment():
     made = RetrieveKL(gen(), ref())
     env = ChatEnv(Words(), group_size=2).append_transform(made)
     assert env.full_reward_spec["reward"].shape == (-1, -1, 1)
     assert env.full_observation_spec["kl_penalty"].shape == (-1, -1)
     check_env_specs(env, make_wrapper(), data=env_prompts(2))
-    yield "RetrieveKL: _reset, _inv_call, transform_{action,state,input,output}_spec"
+
+
+@S3("RetrieveKL: _reset, _inv_call, transform_{action,state,input,output}_spec")
+def test_RetrieveKL():
+    made = RetrieveKL(gen(), ref())
     td, spec = spoken(), Composite(shape=(2,))
     assert made._inv_call(td) is td
     assert set(made._reset(td, td).keys()) == {"history"}
     assert made.transform_action_spec(spec) is made.transform_state_spec(spec) is spec
     assert callable(made.transform_input_spec)
     assert callable(made.transform_output_spec)
-    yield "container.empty_cache() and self.empty_cache()"
+
+
+@S3("container.empty_cache() and self.empty_cache()", no=TORCHRL)
+def test_container_empty_cache_and_self_empty_cache():
+    made = RetrieveKL(gen(), ref())
+    env = ChatEnv(Words(), group_size=2).append_transform(made)
     assert not hasattr(env, "empty_cache")
     assert not hasattr(made, "empty_cache")
 
 
-@S3.rows()
-def from_the_collector():
+@S3("RetrieveKL gen_model='from_collector': the collector's policy, ragged")
+def test_RetrieveKL_gen_model_from_collector():
     silent = {"return_log_probs": False}
-    yield "RetrieveKL gen_model='from_collector': the collector's policy, ragged"
     charged(RetrieveKL(ref_model=ref(pad_output=False), coeff=0.1), both=True, **silent)
-    yield "RetrieveKL gen_model='from_collector' scores the generator"
+
+
+@S3("RetrieveKL gen_model='from_collector' scores the generator", part=TORCHRL)
+def test_RetrieveKL_gen_model_from_collector_scores_the_generator():
     td = generated()
     out = RetrieveKL(ref_model=ref(), add_to_reward=False)(td.copy())
     close(out["kl_penalty"], td[FULL] - plain(ref(), td, RESPONSE), 1e-4)
-    yield "RetrieveKL 'from_collector': without container or collector a ValueError"
+
+
+@S3("RetrieveKL 'from_collector': without container or collector a ValueError")
+def test_RetrieveKL_from_collector_ValueError():
+    silent = {"return_log_probs": False}
     refused(ValueError, "The container is not set", RetrieveKL(ref_model=ref()), spoken())
     env = ChatEnv(Words()).append_transform(RetrieveKL(ref_model=ref()))
     with raises(ValueError, "The collector is not set"):
         env.step(make_wrapper().get_new_version(**silent)(env.reset(env_prompts(1))))
     refused(ValueError, "The collector is not set", lambda: env.full_observation_spec)
-    yield "RetrieveKL history_key: where the collector's policy reads"
+
+
+@S3("RetrieveKL history_key: where the collector's policy reads")
+def test_RetrieveKL_history_key():
     made = RetrieveKL(ref_model=ref(history_key="chat"), history_key="chat", add_to_reward=False)
     env, collector = TransformedEnv(Chat(), made), Collector(make_wrapper())
     env.register_collector(collector)
@@ -390,18 +513,23 @@ def from_the_collector():
     close(kl, RetrieveKL(gen(), ref())(spoken()[:2])["kl_penalty"])
 
 
-@S3.rows()
-def in_a_collector():
-    yield "in LLMCollector, pad_output=True: RetrieveKL, both forms, and RetrieveLogProb"
+@S3("in LLMCollector, pad_output=True: RetrieveKL, both forms, and RetrieveLogProb")
+def test_in_LLMCollector_pad_output_True_RetrieveKL_RetrieveLogProb():
     for padded in (True, False):
         models = [make(pad_output=padded) for make in (gen, ref)]
         charged(RetrieveKL(ref_model=models[1], coeff=0.1))
         charged(RetrieveKL(*models, coeff=0.1), both=True)
         charged(RetrieveLogProb(models[1]), KLComputation(coeff=0.1))
-    yield "RetrieveKL: a policy without log-probs and a reference with the default key"
+
+
+@S3("RetrieveKL: a policy without log-probs and a reference with the default key")
+def test_RetrieveKL_a_policy_without_log_probs_and_a_reference():
     reference = ref(pad_output=False, log_probs_key="log_probs")
     charged(RetrieveKL(ref_model=reference, coeff=0.1), both=True, return_log_probs=False)
-    yield "RetrieveKL assistant_only=False where the td has a response mask"
+
+
+@S3("RetrieveKL assistant_only=False where the td has a response mask")
+def test_RetrieveKL_assistant_only_False_where_the_td_has():
     td = generated()
     out = RetrieveKL(gen(), ref(), assistant_only=False, add_to_reward=False)(td.copy())
     close(out[FULL], plain(make_wrapper(), td, ATTENTION))

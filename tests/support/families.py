@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import sharded
 import torch
-from invariance import Pairs
 from omegaconf import OmegaConf
-from runs import do
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -26,6 +23,9 @@ from conf.compose import compose_checked, set_up
 from envs.tasks.task import Response
 from policies.load import load_policy
 from policies.models.find import quiet
+from support import sharded
+from support.invariance import Pairs
+from support.runs import do
 from trainer.checkpoint import save_model
 from trainer.runtime import Runtime
 
@@ -60,7 +60,7 @@ class Letters(Pairs):
 def composed(trained: str, ranks: int, launch: str) -> dict[str, Any]:
     ways = (f"launch={launch}", f"launch.num_processes={ranks}")
     config = compose_checked([*WORDS, *TRAINED[trained], *ways])
-    config["env"] |= {"task": {"_target_": "kinds.Letters"}, "rewards": {}}
+    config["env"] |= {"task": {"_target_": "support.families.Letters"}, "rewards": {}}
     return config
 
 

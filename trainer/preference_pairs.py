@@ -1,4 +1,4 @@
-"""Reward modelling on pairs of a chosen and a rejected response to one prompt.
+"""Training of a reward model on pairs of a chosen and a rejected response to one prompt.
 
 A pair is two adjacent rows with one `group_id`, the chosen one first; a group stays in one
 micro-batch. In this file P counts pairs.

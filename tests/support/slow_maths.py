@@ -1,17 +1,78 @@
-"""Every response of two tokens over a vocabulary of six, and the true gradient over them."""
+"""Quantities computed another way: a double loop, plain forwards, every response enumerated."""
 
 import copy
 
 import pytest
 import torch
-from contracts import leash
-from steps import Record, make_update
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+import trainer.gae
+from policies.critic import Critic
 from policies.scorer import Scorer
+from support.policies import close, leash, make_policy, rollout
+from support.updates import Record, make_update
 from trainer import GRPOObjective, ImportanceSampling
+
+
+def slow_gae(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lmbda: float) -> Tensor:
+    """Return A_t = sum over l of (gamma lmbda)^l delta_(t+l), term by term over the kept tokens."""
+    out = torch.zeros_like(value)
+    for i in range(len(mask)):
+        steps = [t for t in range(mask.shape[1]) if mask[i, t]]
+        r, v = [float(reward[i, t]) for t in steps], [float(value[i, t]) for t in steps]
+        v.append(0.0)  # the episode is over, by itself or by a limit
+        for n, t in enumerate(steps):
+            for k in range(n, len(steps)):
+                delta = r[k] + gamma * v[k + 1] - v[k]
+                out[i, t] += (gamma * lmbda) ** (k - n) * delta
+    return out
+
+
+def random_gae_case(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return reward, value, mask [6, 12] with prompts, tool turns, padding and an empty row."""
+    draw = torch.Generator().manual_seed(seed)
+    reward, value = (torch.randn(6, 12, generator=draw, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(6, 12, generator=draw) < 0.6
+    mask[0], mask[1] = True, False
+    mask[2] = torch.tensor([0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0]).bool()
+    return reward, value, mask
+
+
+def gae_agrees_with_the_paper() -> None:
+    """Raise AssertionError unless gae is the sum of the paper over the kept tokens."""
+    reward, value, mask = random_gae_case()
+    for gamma in (1.0, 0.9):
+        for lmbda in (0.0, 0.5, 0.95, 1.0):
+            got = trainer.gae.gae(reward, value, mask, gamma=gamma, lmbda=lmbda)
+            want = slow_gae(reward, value, mask, gamma, lmbda)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def plain_values(policy, ids: Tensor) -> Tensor:
+    """Return V(tokens < t) of one sequence by a plain forward, [T]; entry 0 is not used."""
+    critic = policy.scorer.critic
+    body = policy.model.base_model if critic.body is None else critic.body.model
+    states = body(input_ids=ids[None]).last_hidden_state[0]  # [T, H]
+    states = states.detach() if critic.detach else states
+    return torch.cat([torch.zeros(1), states[:-1] @ critic.head.weight[0] + critic.head.bias])
+
+
+def values_are_those_of_a_plain_forward() -> None:
+    """Raise AssertionError unless value[t] is read off the state that predicts token t."""
+    policy = make_policy.__wrapped__()
+    batch = rollout(policy, count=2)
+    policy.scorer.critic = Critic(policy.scorer)
+    torch.nn.init.normal_(policy.scorer.critic.head.weight)
+    attended = batch["masks", "all_attention_mask"]
+    with torch.no_grad():
+        got = policy.scorer.values(batch["tokens", "full"], attended, batch["loss_mask"])
+        for i in range(batch.batch_size[0]):
+            want = plain_values(policy, batch["tokens", "full"][i][attended[i]])
+            kept = batch["loss_mask"][i][attended[i]]
+            close(got[i][attended[i]], want * kept, 1e-4, "values")
+
 
 V, PROMPT = 6, 2
 

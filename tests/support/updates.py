@@ -3,14 +3,31 @@
 from collections.abc import Iterator
 
 import torch
-from contracts import G, Record, leash, make_policy, one_process, rollout, scaled
 from tensordict import TensorDict
 from torch import Tensor
 
 from envs.transforms.kl import RetrieveKL
 from policies.torchrl.transformers_wrapper import TransformersWrapper
+from support.policies import G, leash, make_policy, one_process, rollout, scaled
 from trainer.advantage import GroupAdvantage
 from trainer.update import Update
+
+
+class Record(torch.optim.SGD):
+    """SGD that keeps the gradient and learning rate of each step; it does step."""
+
+    def __init__(self, params, lr=0.0):
+        super().__init__(params, lr=lr)
+        self.grads: list[Tensor] = []
+        self.rates: list[float] = []
+
+    def step(self, closure=None):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+        self.grads.append(torch.cat([g.flatten().clone() for g in whole]))
+        self.rates.append(self.param_groups[0]["lr"])
+        return super().step(closure)
+
 
 COEFF, LOW, HIGH = 0.3, 0.1, 0.3
 
