@@ -1,7 +1,7 @@
 """Checkpoints of ranks that hold parts of the weights, saved and restored by any number of ranks.
 
-A script for torchrun, see `sharded.start`: the first call saves, later ones restore into other
-weights. Each writes what it has as full tensors, gathered by DTensor itself.
+A script for torchrun, see `sharded.start`. Who saved and who restored write what they have as full
+tensors, gathered by DTensor itself.
 """
 
 import sys
@@ -57,43 +57,59 @@ def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.zero_grad()
 
 
-def write(scorer: Any, optimizer: torch.optim.Optimizer, path: Path, *, main: bool) -> None:
+def write(files: Checkpoints, name: str) -> None:
     """Write the weights as the model has them, masters and moments, as full tensors."""
-    half, out = scorer.placement.half, {}
-    for name, p in scorer.named_parameters():
+    scorer, out = files.policy.scorer, {}
+    half = scorer.placement.half
+    for key, p in scorer.named_parameters():
         value = full(p.detach())
-        out[f"{name}/weight"] = value.to(half) if half else value
-        state = dict(optimizer.state.get(p, {}))
+        out[f"{key}/weight"] = value.to(half) if half else value
+        state = dict(files.optimizer.state.get(p, {}))
         state |= {"master": p.detach()} if half else {}
-        out |= {f"{name}/{key}": full(x).clone() for key, x in state.items()}
-    if main:
-        save_file(out, path)
+        out |= {f"{key}/{part}": full(x).clone() for part, x in state.items()}
+    if files.runtime.is_main:
+        save_file(out, files.runtime.folder / f"{name}.safetensors")
+    files.runtime.accelerator.wait_for_everyone()
 
 
-def main(place: str, ranks: str, launch: str) -> None:
-    """Save in the first call, restore in the others."""
-    sharded, at = int(ranks) > 1 and launch == "fsdp2", Path(place)
-    makers: Any = (ShardedRuntime, ShardedCheckpoints) if sharded else (Runtime, Checkpoints)
+def make_files(folder: Path, case: str, *, sharded: bool) -> Checkpoints:
+    """Return the checkpoints of a case, with a policy and an optimizer of this rank."""
+    make_runtime = ShardedRuntime if sharded else Runtime
+    runtime = make_runtime(folder / case, device="cpu")
+    policy = runtime.load(lambda device: make(case))
+    _, optimizer = runtime.prepare(policy, lambda model: make_optimizer(model, lr=1e-2))
+    return (ShardedCheckpoints if sharded else Checkpoints)(runtime, policy, optimizer)
+
+
+def save(folder: Path, case: str, *, sharded: bool) -> None:
+    """Save after two steps."""
+    files = make_files(folder, case, sharded=sharded)
+    for seed in (1, 2):
+        step(files.optimizer, seed)
+    files.save(1, {})
+    write(files, "saved")
+
+
+def restore(folder: Path, case: str, name: str, *, sharded: bool) -> None:
+    """Restore into other weights; write also the bytes that the weights took, and the largest."""
+    files = make_files(folder, case, sharded=sharded)
+    saved: Any = files.newest()
+    with Floats(files.policy.scorer) as ledger:
+        files.restore_weights(saved)
+    most = max(full(p.detach()).nbytes for p in files.policy.scorer.parameters())
+    path = files.runtime.folder / f"{name} {files.runtime.rank} bytes"
+    path.write_text(f"{ledger.peak - ledger.before} {most}")
+    files.restore(saved)
+    write(files, name)
+
+
+def main(place: str, ranks: str, launch: str, *first: str) -> None:
+    """Restore every case in one rank; before it, save if asked to."""
+    sharded = int(ranks) > 1 and launch == "fsdp2"
     for case in CASES:
-        runtime = makers[0](at / case, device="cpu")
-        policy = runtime.load(lambda device, case=case: make(case))
-        _, optimizer = runtime.prepare(policy, lambda model: make_optimizer(model, lr=1e-2))
-        files = makers[1](runtime, policy, optimizer)
-        begun, name = files.newest(), f"{ranks} {launch}"
-        if begun is None:
-            for seed in (1, 2):
-                step(optimizer, seed)
-            files.save(1, {})
-            name = "saved"
-        else:
-            with Floats(policy.scorer) as ledger:
-                files.restore_weights(begun)
-            most = max(full(p.detach()).nbytes for p in policy.scorer.parameters())
-            text = f"{ledger.peak - ledger.before} {most}"
-            (at / case / f"{name} {runtime.rank} bytes").write_text(text)
-            files.restore(begun)
-        write(policy.scorer, optimizer, at / case / f"{name}.safetensors", main=runtime.is_main)
-        runtime.accelerator.wait_for_everyone()
+        if first:
+            save(Path(place), case, sharded=sharded)
+        restore(Path(place), case, f"{ranks} {launch}", sharded=sharded)
     if int(ranks) > 1:
         torch.distributed.destroy_process_group()
 
