@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModel, GPT2Config, GPT2Model
 from policies.chats.renderer import Renderer
 from policies.chats.templates import require_template
 from policies.files import make_readable
+from policies.host import bare, send
 from policies.layout import pack_rows
 from policies.load import load_policy
 from policies.models.find import REWARD_WEIGHTS as WEIGHTS
@@ -178,11 +179,12 @@ class RewardScorer(Scorer):
 
     def forward(self, tokens: Tensor, attention_mask: Tensor, *_: Any, **__: Any) -> Rewards:
         """Return the rewards of tokens [B, T]; an empty result still depends on every parameter."""
+        tokens, mask = (send(bare(x), self.device) for x in (tokens, attention_mask))  # [B, T] each
         if not len(tokens):
             anchor = sum(p.flatten()[0].float() * 0 for p in self.parameters())
             return Rewards(tokens.float() + anchor)
         with self.precision():
-            return Rewards(self.model(tokens, attention_mask)[0])
+            return Rewards(self.model(tokens, mask)[0])
 
 
 def ids_to_end(

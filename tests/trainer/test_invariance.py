@@ -53,7 +53,11 @@ def with_padding(name: str) -> Tensor:
 
 def packed(name: str) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "choose", lambda ids, mask, keep, _: layout.packed(ids, mask, keep))
+        patch.setattr(
+            layout,
+            "choose",
+            lambda ids, mask, keep, _, device: layout.packed(ids, mask, keep, device),
+        )
         return gradient(step(name))
 
 
