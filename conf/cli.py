@@ -58,7 +58,8 @@ def expand(words: list[str]) -> list[str]:
     """Expand the shorthands of a command line.
 
     env.task=<name> becomes env.task.name=<name>, resume=last the newest run. A rank of torchrun
-    adds the number of ranks. ValueError for a word that removes a group or a key of leash.
+    adds the number of ranks, and resume=auto if torchrun restarts it. ValueError for a word that
+    removes a group or a key of leash.
     """
     for word in words:
         _refuse_removal(word)
@@ -82,6 +83,10 @@ def expand(words: list[str]) -> list[str]:
         if sweeps:
             raise ValueError("a sweep starts its own ranks; type python train.py -m ...")
         words = [*words, f"launch.num_processes={ranks}"]
+    # Not by the count of restarts: torchrun does not count those for a node that came back.
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+    if restarts and not any(re.match("(resume|mode|preflight)=", word) for word in words):
+        words = [*words, "resume=auto"]
     return words
 
 
