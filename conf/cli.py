@@ -59,7 +59,8 @@ def expand(words: list[str]) -> list[str]:
 
     env.task=<name> becomes env.task.name=<name>, resume=last the newest run; beside resume=, a key
     of some files only, as env.match of env=answers, is no unknown one. A rank of torchrun adds the
-    number of ranks. ValueError for a word that removes a group or a key of leash.
+    number of ranks, and resume=auto if torchrun restarts it. ValueError for a word that removes a
+    group or a key of leash.
     """
     for word in words:
         _refuse_removal(word)
@@ -85,6 +86,10 @@ def expand(words: list[str]) -> list[str]:
         if sweeps:
             raise ValueError("a sweep starts its own ranks; type python train.py -m ...")
         words = [*words, f"launch.num_processes={ranks}"]
+    # Not by the count of restarts: torchrun does not count those for a node that came back.
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+    if restarts and not any(re.match("(resume|mode|preflight)=", word) for word in words):
+        words = [*words, "resume=auto"]
     return words
 
 

@@ -170,7 +170,8 @@ def set_up() -> None:
 
 def run_dir(*, _root_: DictConfig) -> str:
     """Return the run folder; a temporary one for other modes and other ranks."""
-    folder = os.path.expanduser(_root_.resume or _root_.output_dir or "")
+    resume = None if _root_.resume == "auto" else _root_.resume
+    folder = os.path.expanduser(resume or _root_.output_dir or "")
     if is_temporary(_root_):  # an engine on another machine reads weights from output_dir
         shared = _root_.output_dir or "outputs"
         served = OmegaConf.select(_root_, "policy.engine.url")
@@ -189,8 +190,8 @@ def _title(cfg: DictConfig) -> str:
 
 
 def output_subdir(*, _root_: DictConfig) -> str | None:
-    """Return the folder of Hydra's files; None for a resumed run, which has them."""
-    return None if _root_.resume or is_temporary(_root_) else ".hydra"
+    """Return the folder of Hydra's files; None for a run named by resume, which has them."""
+    return None if _root_.resume not in (None, "auto") or is_temporary(_root_) else ".hydra"
 
 
 def is_temporary(cfg: Any) -> bool:

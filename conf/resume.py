@@ -93,20 +93,20 @@ def damage(tree: dict[str, Any], node: dict[str, Any], path: str = "") -> Iterat
                 yield f"expected {at} to be {TYPES[key.type][1]}, got {value!r}"
 
 
-def job_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a sweep's job, which resumes if it was stopped.
+def job_config(
+    folder: Path, config: dict[str, Any], *, key: str = "hydra.sweep.dir"
+) -> dict[str, Any]:
+    """Return the configuration of a run that resumes if its folder, named by `key`, holds it.
 
-    ValueError if the folder holds a job with another configuration.
+    ValueError if the folder holds a run with another configuration.
     """
     if not (folder / "config.yaml").is_file():
         return config
     saved = read_saved(folder)
     config = config | {"date": config["date"] or saved["date"]}
-    for key in differences(saved, config):
-        if not is_among(key, RESUMABLE):
-            raise ValueError(
-                f"{folder} holds a job with another {key}; give another hydra.sweep.dir"
-            )
+    for other in differences(saved, config):
+        if not is_among(other, RESUMABLE):
+            raise ValueError(f"{folder} holds a run with another {other}; give another {key}")
     return config | {"resume": str(folder)}
 
 

@@ -34,6 +34,8 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
     if cfg.preflight_gpu:
         return dry_run(parts, config, folder)
     runtime = parts.runtime(folder=folder, seed=cfg.seed)
+    # Rank 0 decides: another rank may see the folder after rank 0 has begun it (resume=auto).
+    cfg.resume = config["resume"] = runtime.gather(cfg.resume)[0]
     with runtime, dated(runtime.gather(cfg.date)[0]):  # nodes may have other clocks
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
 

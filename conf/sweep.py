@@ -33,6 +33,7 @@ from trainer.runs.run_files import read_yaml
 from trainer.runs.run_log import VERBOSE
 
 MULTIRUN = ("-m", "--multirun")
+AUTO = "resume=auto (also torchrun --max-restarts)"
 OPEN: list[tuple[Path, Any]] = []  # folder and lock of the sweep of this process
 
 
@@ -123,13 +124,18 @@ def read_job(
     if in_sweep and cfg.output_dir:
         place = f"hydra.sweep.dir={cfg.output_dir}"
         raise ValueError(f"output_dir={cfg.output_dir} is for one run; a sweep goes to {place}")
-    if cfg.resume:
+    auto = cfg.resume == "auto"
+    if auto and not cfg.output_dir:
+        raise ValueError(f"{AUTO} needs output_dir=<folder>, where a start finds its run")
+    if cfg.resume and not auto:
         config = resumed(cfg.resume, cfg, words)
-    elif in_sweep:
-        config = job_config(folder, checked(cfg))
     else:
-        config = checked(cfg)
-        if is_main_rank() and holds_run(folder):
+        config = checked(cfg) | {"resume": None}
+        if auto:
+            config = job_config(Path(cfg.output_dir).expanduser(), config, key="output_dir")
+        elif in_sweep:
+            config = job_config(folder, config)
+        if not (in_sweep or config["resume"]) and is_main_rank() and holds_run(folder):
             raise ValueError(f"{folder} already holds a run; resume it by resume={folder}")
     nothing_left(config)  # ValueError for fewer iterations than the run has
     return config

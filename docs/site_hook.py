@@ -24,7 +24,7 @@ def resolved(link: str, uri: str) -> tuple[str, str]:
     """Return where a link of a page leads in the repository, and the page of the site for it."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(at_home(uri)), link))
     code = f"code/{path}" if path.endswith(".md") else f"code/{path}.md"
-    inside = path.startswith("docs/") and not path.endswith((".py", ".sh"))
+    inside = path.startswith("docs/") and not path.endswith((".py", ".sh", ".yaml"))
     return path, path.removeprefix("docs/") if inside else code
 
 

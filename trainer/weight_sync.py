@@ -50,23 +50,28 @@ def push_weights(
 
     RuntimeError unless both agree on every token within the engine's `tolerance` in nats, and the
     engine changed with the policy since `last`. With `takes_trained` only LoRA adapters are sent.
+    Each of an engine's `copies` of the weights, 1 by default, scores an equal block of the rows.
     """
     if generator is None or generator is policy:
         return SyncResult()
     engine: EngineGenerator = generator
     limit, size = engine.tolerance, policy.model.get_input_embeddings().num_embeddings
+    copies = getattr(engine, "copies", 1)
     probe = torch.linspace(0, size - 1, 32).long().reshape(2, 16)  # from all over the vocabulary
+    probe = probe.repeat(copies, 1)  # [2 * copies, 16]
     expected, confirmed = _log_probs(policy, probe), None if last is None else last.confirmed
     old = _log_probs(engine, probe)
     _check_unchanged(confirmed, old, limit=2 * limit)
     weights, half = weights_of(policy.scorer), policy.scorer.placement.half
     engine.load_weights(weights.stream(trained=getattr(engine, "takes_trained", False), half=half))
     new = _log_probs(engine, probe)
-    confirmed = confirmed if torch.equal(old, new) else None
-    _check_arrived(expected, old, new, confirmed=confirmed, limit=limit)
+    confirmed, seen = expected if confirmed is None else confirmed, []
+    for each in zip(*(x.chunk(copies) for x in (expected, old, new, confirmed)), strict=True):
+        _check_arrived(*each, limit=limit)
+        seen.append(each[3] if torch.equal(each[1], each[2]) else each[0])
     engine.version = policy.version
     before, after = _distance(expected, old), _distance(expected, new)
-    return SyncResult(before, after, expected if confirmed is None else confirmed)
+    return SyncResult(before, after, torch.cat(seen))
 
 
 def _check_unchanged(confirmed: Tensor | None, old: Tensor, *, limit: float) -> None:
@@ -79,11 +84,11 @@ def _check_unchanged(confirmed: Tensor | None, old: Tensor, *, limit: float) -> 
 
 
 def _check_arrived(
-    expected: Tensor, old: Tensor, new: Tensor, *, confirmed: Tensor | None, limit: float
+    expected: Tensor, old: Tensor, new: Tensor, confirmed: Tensor, *, limit: float
 ) -> None:
-    """Raise if the engine does not score as the policy, or did not change with it."""
+    """Raise if an engine does not score as the policy, or did not change with it."""
     before, after, same = _distance(expected, old), _distance(expected, new), torch.equal(old, new)
-    moved = 0.0 if confirmed is None else _distance(expected, confirmed)
+    moved = _distance(expected, confirmed)
     gap = f"after a transfer its log-probs are {after:.3g} nats from the policy's "
     gap += f"({before:.3g} before), expected {limit:g} at most"
     if same and not max(moved / MIN_MOVE, after) <= limit:

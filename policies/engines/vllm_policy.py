@@ -5,7 +5,7 @@ Rendering, masks and containers are those of ChatPolicy.
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,11 @@ class VLLMPolicy(ChatPolicy):
         """Return whether it loads the trained weights only, with LoRA the adapter."""
         return self.scorer.adapter is not None
 
+    @property
+    def copies(self) -> int:
+        """Return the number of servers with the weights; 1 in this process."""
+        return len(getattr(self.scorer, "servers", ())) or 1
+
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Load new weights, named as in the model's checkpoint; see `VLLMEngine.update_weights`."""
         self.scorer.update_weights(named)
@@ -99,7 +104,7 @@ def make_vllm_generator(
     policy: Policy,
     *,
     folder: Path,
-    url: str | None = None,
+    url: str | Sequence[str] | None = None,
     dtype: str | None = None,
     tolerance: float | None = None,
     seeded: bool = True,
@@ -107,13 +112,14 @@ def make_vllm_generator(
 ) -> VLLMPolicy:
     """Return a vLLM generator with a copy of a policy's weights and its settings.
 
-    It is in this process, on the rank's device, unless `url` names a vLLM server, which reads new
-    weights from `folder`.
+    It is in this process, on the rank's device, unless `url` names vLLM servers, which divide the
+    responses and all read new weights from `folder`.
     dtype: of the copy, by default the policy's compute dtype. tolerance: nats, see
     `trainer.weight_sync`; by default that of the coarser dtype. seeded: give each row a seed.
     `engine`: see `load_engine`.
     """
-    if url is not None and not re.fullmatch(r"https?://\S+", url):
+    urls = [url] if isinstance(url, str) else url or []
+    if not all(re.fullmatch(r"https?://\S+", each) for each in urls):
         raise ValueError(f"expected policy.engine.url to be http://<host>:<port>, got {url}")
     if dtype not in (None, "float32", "bfloat16", "float16"):
         names = "null, float32, bfloat16 or float16"
@@ -122,15 +128,15 @@ def make_vllm_generator(
     weights, dtype = policy.files.folder, dtype or str(computes).removeprefix("torch.")
     adapter = adapter_config(policy.model) if has_adapter(policy.model) else None
     alone = None if adapter is None or adapter.target_parameters else adapter  # experts: merged
-    if url is None:
+    if not urls:
         engine |= _of_this_rank(engine)
         lora = lora_options(alone, policy.model.config.architectures) if alone else {}
         engine["max_model_len"] = engine.get("max_model_len") or _longest(policy)
         loaded = load_engine(weights, dtype=dtype, **lora, **engine)
         loaded.adapter = alone if lora else None
     else:
-        model = policy.model
-        loaded = VLLMServer(url, model, folder=weights, exchange=folder, dtype=dtype, adapter=alone)
+        where = {"folder": weights, "exchange": folder}
+        loaded = VLLMServer(urls, policy.model, **where, dtype=dtype, adapter=alone)
     if adapter is not None:
         loaded.about += f", the adapter {'merged' if loaded.adapter is None else 'alone'}"
     loaded.device, loaded.seeded = policy.device, seeded

@@ -1,6 +1,6 @@
-"""vLLM as a separate server, `vllm serve` on this or another node: token in, token out, by HTTP.
+"""vLLM as separate servers, `vllm serve` on this or other nodes: token in, token out, by HTTP.
 
-Weights go through a folder that both sides see and the server reloads (vLLM's /collective_rpc of
+Weights go through a folder that all sides see and each server reloads (vLLM's /collective_rpc of
 reload_weights, between /pause and /resume). With --enable-lora, the adapter of a LoRA is sent
 alone. Requests beyond OpenAI's protocol need VLLM_SERVER_DEV_MODE=1 and --enable-scale-out. This
 side does not need vllm.
@@ -25,13 +25,13 @@ from policies.models.lora import base_weights, write_adapter
 from policies.models.weights import WeightStream
 
 VERSIONS = ("0.32.", "0.33.")  # as in pyproject.toml; vLLM does not promise these calls
-MAX_CONNECTIONS = 256  # concurrent requests; the server has its own queue
+MAX_REQUESTS = 256  # at a time to a server, which has its own queue
 CONNECT_SECONDS = 20
 REQUEST_SECONDS = 600  # for an answer
 LONGEST = 6 * 3600  # seconds for a response, its time in the server's queue included
 HEALTH_EVERY = 60  # seconds between questions about the health of a server that samples
 SERVE = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --port {port} --dtype {dtype} --enable-scale-out "
+    "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --port {{port}} --dtype {dtype} --enable-scale-out "
     "--logprobs-mode processed_logprobs"
 )
 # Further words that let a server load the adapter alone; else leash sends merged weights.
@@ -40,18 +40,19 @@ ADAPTERS = ("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "--enable-lora --max-lora-rank
 
 
 class Server:
-    """Thread-safe client of the vLLM server at `url`; returns its answers unchanged."""
+    """Thread-safe client of the vLLM server at `url`; `start`: a shell command that starts it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, start: str) -> None:
         # One connection per request: the server may close a kept-alive one at any time.
-        limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=0)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.client = httpx.Client(base_url=url, limits=limits, trust_env=False)
-        self.url = url
+        self.url, self.start = url, start.replace("{port}", str(self.client.base_url.port or 80))
+        self.pool = ThreadPoolExecutor(MAX_REQUESTS)
 
     def __call__(
         self, path: str, body: Any = None, *, method: str = "POST", timeout: float = REQUEST_SECONDS
     ) -> Any:
-        """Return the server's answer; RuntimeError with its message, or ConnectionError.
+        """Return the server's answer unchanged; RuntimeError with its message, or ConnectionError.
 
         `timeout`: seconds to wait for the answer.
         """
@@ -65,79 +66,97 @@ class Server:
             raise RuntimeError(f"{path}: {answer.status_code} {words}")
         return answer.json() if answer.content.startswith((b"{", b"[")) else None
 
+    def ask(self, path: str, body: Any = None, **how: Any) -> Any:
+        """Return the server's answer during a run; ConnectionError with a remedy if it fails."""
+        try:
+            return self(path, body, **how)
+        except (ConnectionError, RuntimeError) as error:
+            raise ConnectionError(
+                f"the vLLM server at {self.url} failed: {error}; start it again by: "
+                f"{self.start}, and go on with resume=<run folder>"
+            ) from error
+
+    def facts(self, dtype: str) -> tuple[str, dict[str, Any]]:
+        """Return version and settings; ValueError unless it can sample for a run in this dtype."""
+        try:
+            version = str((self("/version", method="GET") or {}).get("version"))
+            if not version.startswith(VERSIONS):
+                self.refuse(f"vLLM {'x or '.join(VERSIONS)}x, got {version}")
+            settings = self("/server_info?config_format=json", method="GET")["vllm_config"]
+        except (ConnectionError, RuntimeError) as error:
+            self.refuse(f"a vLLM server with VLLM_SERVER_DEV_MODE=1, got {error}")
+        about = settings["model_config"]
+        if (mode := about["logprobs_mode"]) != "processed_logprobs":
+            self.refuse(f"one with --logprobs-mode processed_logprobs, got {mode}")
+        if (actual := about["dtype"].removeprefix("torch.")) != dtype:
+            self.refuse(f"--dtype {dtype}, got {actual} (or set policy.engine.dtype={actual})")
+        return version, settings
+
+    def refuse(self, wanted: str) -> NoReturn:
+        """Raise ValueError with the command that starts a server as it is expected."""
+        raise ValueError(
+            f"policy.engine.url={self.url}: expected {wanted}; start it by: {self.start}"
+        )
+
 
 class VLLMServer(VLLMEngine):
-    """Sample and score by a server with the model in `folder`; both sides see `exchange`."""
+    """Sample and score by servers with the model in `folder`; all sides see `exchange`.
+
+    Each server has all weights and gets an equal block of the rows, so that the responses to a
+    prompt share its cached prefix.
+    """
 
     shared = True  # by all ranks, which synchronise at each transfer
 
     def __init__(
-        self, url: str, model: Any, *, folder: Path, exchange: Path, dtype: str, adapter: Any = None
+        self,
+        urls: Sequence[str],
+        model: Any,
+        *,
+        folder: Path,
+        exchange: Path,
+        dtype: str,
+        adapter: Any = None,
     ) -> None:
         nn.Module.__init__(self)
-        self.server, self.exchange = Server(url.rstrip("/")), exchange
-        port = self.server.client.base_url.port or 80
-        self.start = SERVE.format(model=folder, port=port, dtype=dtype)
+        self.exchange = exchange
+        start = SERVE.format(model=folder, dtype=dtype)
         if adapter is not None:
             rank = next((rank for rank in RANKS if rank >= adapter.r), adapter.r)
-            self.start = f"{ADAPTERS[0]} {self.start} {ADAPTERS[1].format(rank=rank)}"
-        version, settings = self._facts()
-        about, takes = settings["model_config"], settings.get("lora_config")
+            start = f"{ADAPTERS[0]} {start} {ADAPTERS[1].format(rank=rank)}"
+        self.servers = [Server(url.rstrip("/"), start) for url in urls]
+        facts = [server.facts(dtype) for server in self.servers]
+        every = [settings for _, settings in facts]
         self._keep(
             folder=str(folder),
-            dtype=getattr(torch, about["dtype"].removeprefix("torch.")),
-            limit=about["max_model_len"],
-            mode=about["logprobs_mode"],
-            about=f"vLLM {version} at {url}",
+            dtype=getattr(torch, dtype),
+            limit=min(settings["model_config"]["max_model_len"] for settings in every),
+            mode="processed_logprobs",
+            about=f"vLLM {facts[0][0]} at {', '.join(urls)}",
             config=model.config,
             generation_config=model.generation_config,
         )
-        if self.mode != "processed_logprobs":
-            self._refuse(f"one with --logprobs-mode processed_logprobs, got {self.mode}")
-        if (actual := str(self.dtype).removeprefix("torch.")) != dtype:
-            self._refuse(f"--dtype {dtype}, got {actual} (or set policy.engine.dtype={actual})")
-        if adapter is not None and takes:
-            if takes["max_lora_rank"] < adapter.r:
-                self._refuse(f"--max-lora-rank {adapter.r} at least, got {takes['max_lora_rank']}")
+        if adapter is not None and all(settings.get("lora_config") for settings in every):
+            for server, settings in zip(self.servers, every, strict=True):
+                if (most := settings["lora_config"]["max_lora_rank"]) < adapter.r:
+                    server.refuse(f"--max-lora-rank {adapter.r} at least, got {most}")
             self.adapter = adapter
             self.under = lambda: WeightStream(base_weights(model), model=model)
-        self._ask("/resume")  # a run killed during a transfer leaves the server paused
-        self.pool = ThreadPoolExecutor(MAX_CONNECTIONS)
+        self._ask("/resume")  # a run killed during a transfer leaves a server paused
 
-    def _facts(self) -> tuple[str, dict[str, Any]]:
-        """Return the server's version and settings."""
-        try:
-            version = str((self.server("/version", method="GET") or {}).get("version"))
-            if not version.startswith(VERSIONS):
-                self._refuse(f"vLLM {'x or '.join(VERSIONS)}x, got {version}")
-            started = self.server("/server_info?config_format=json", method="GET")
-            return version, started["vllm_config"]
-        except (ConnectionError, RuntimeError) as error:
-            self._refuse(f"a vLLM server with VLLM_SERVER_DEV_MODE=1, got {error}")
-
-    def _refuse(self, wanted: str) -> NoReturn:
-        raise ValueError(
-            f"policy.engine.url={self.server.url}: expected {wanted}; start it by: {self.start}"
-        )
-
-    def _ask(self, path: str, body: Any = None, **how: Any) -> Any:
-        """Return the server's answer during a run; RuntimeError with a remedy if it fails."""
-        try:
-            return self.server(path, body, **how)
-        except (ConnectionError, RuntimeError) as error:
-            raise RuntimeError(
-                f"the vLLM server at {self.server.url} failed: {error}; start it again by: "
-                f"{self.start}, and go on with resume=<run folder>"
-            ) from error
+    def _ask(self, path: str, body: Any = None, **how: Any) -> None:
+        """Send a request to all servers at the same time; errors as in `Server.ask`."""
+        for answer in [s.pool.submit(s.ask, path, body, **how) for s in self.servers]:
+            answer.result()
 
     def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Send new weights to the server; with several ranks, rank 0 sends them."""
+        """Send new weights to the servers; with several ranks, rank 0 sends them."""
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         lora = [None if self.adapter is None else f"policy-{uuid4().hex}"]  # see _take_adapter
         weights = named if isinstance(named, WeightStream) else WeightStream(dict(named))
         streams = [(lora[0], weights)]
         if self.adapter is not None and self.lora is None:
-            # The server may hold another run's base weights: send them once.
+            # A server may hold another run's base weights: send them once.
             streams.insert(0, (None, self.under()))
         if ranks:
             torch.distributed.barrier()  # all ranks have scored with the old weights
@@ -167,7 +186,7 @@ class VLLMServer(VLLMEngine):
             self._ask("/v1/unload_lora_adapter", {"lora_name": self.lora})
 
     def _reload_from(self, folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Write weights into the folder, and let the server read them while it is paused."""
+        """Write weights into the folder, and let the servers read them while they are paused."""
         self._ask("/pause?mode=wait")
         # Include a tied head: without its name vLLM keeps the old one.
         for number, (name, weight) in enumerate(weights):  # a file each: one weight in memory
@@ -181,27 +200,30 @@ class VLLMServer(VLLMEngine):
         return fields
 
     def _run(self, rows: Sequence[Tensor], params: list[Any]) -> list[EngineResponse]:
-        requests = [self.pool.submit(self._one, pair) for pair in zip(rows, params, strict=True)]
+        requests = []
+        for number, pair in enumerate(zip(rows, params, strict=True)):
+            server = self.servers[number * len(self.servers) // len(rows)]
+            requests.append(server.pool.submit(self._one, server, *pair))
         waiting = set(requests)
         try:
-            while waiting:  # a request waits in the server's queue for any time
+            while waiting:  # a request waits in a server's queue for any time
                 done, waiting = wait(waiting, HEALTH_EVERY, return_when=FIRST_EXCEPTION)
                 for request in done:
                     request.result()  # raises its error
-                if waiting:
-                    self._ask("/health", method="GET")
+                for server in self.servers if waiting else ():
+                    server.ask("/health", method="GET")
         except BaseException:  # the threads are joined at the end of the process
             for request in waiting:
                 request.cancel()
-            self.server.client.close()
+            for server in self.servers:
+                server.client.close()
             raise
         return [request.result() for request in requests]
 
-    def _one(self, request: tuple[Tensor, dict[str, Any]]) -> EngineResponse:
-        row, params = request
+    def _one(self, server: Server, row: Tensor, params: dict[str, Any]) -> EngineResponse:
         body = {"token_ids": row.tolist(), "sampling_params": params}
         body |= {"model": self.lora} if self.lora else {}
-        done = self._ask("/inference/v1/generate", body, timeout=LONGEST)
+        done = server.ask("/inference/v1/generate", body, timeout=LONGEST)
         (choice,) = done["choices"]
         log_probs = (choice.get("logprobs") or {}).get("content") or ()
         prompt = (done.get("prompt_logprobs") or ())[1:]

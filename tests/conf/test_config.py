@@ -215,6 +215,23 @@ def test_a_job_of_a_sweep_goes_on_with_the_date_of_its_start(old_run):
         job_config(old_run, config | {"date": "2024-07-27"})
 
 
+@pytest.mark.parametrize("words", [["resume=auto"], []])  # typed, or under torchrun
+def test_resume_auto_begins_goes_on_and_refuses_another_configuration(words, tmp_path, monkeypatch):
+    if not words:
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    words = expand(["experiment=grpo_tiny", "policy.model=tiny", *words])
+    with pytest.raises(ValueError, match="output_dir"):
+        asked(words)
+    words.append(f"output_dir={tmp_path}")
+    config = asked(words)
+    assert config["resume"] is None
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    config = asked([*words, "trainer.num_iterations=400"])
+    assert (config["resume"], config["trainer"]["num_iterations"]) == (str(tmp_path), 400)
+    with pytest.raises(ValueError, match=r"kl\.coeff"):
+        asked([*words, "kl.coeff=1"])
+
+
 OF_THE_RUN = ("eval.max_rows=4", "eval.temperature=0.5", "kl.coeff=1", "env.match=words")
 
 

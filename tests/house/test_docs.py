@@ -117,14 +117,16 @@ def last_job(words: list[str]) -> list[str]:
 def test_a_command_passes_all_checks(command, place):
     for name in ("/path/to/model", "/path/to/teacher", "outputs/sft/model"):
         command = command.replace(name, str(place / "model"))
-    words = expand([re.sub("^resume=(?!last$).*", f"resume={RUN}", w) for w in words_of(command)])
+    words = expand(
+        [re.sub("^resume=(?!(last|auto)$).*", f"resume={RUN}", w) for w in words_of(command)]
+    )
     overrides = [w for w in words if "=" in w and not w.startswith("-") and "..." not in w]
     if ELSEWHERE & {*overrides} or overrides[-1:] == ["policy/engine=vllm"]:
         return
     if "resume=" in command:
         config = asked(overrides)
         assert f"mode={config['mode']}" in [*overrides, "mode=train"]
-        assert config["resume"] == RUN
+        assert config["resume"] == (None if "resume=auto" in words else RUN)
     else:
         job = last_job(overrides) if "-m" in words else overrides
         assert compose_checked(job)["trainer"]["num_iterations"] >= 1

@@ -10,16 +10,18 @@ import httpx
 import pytest
 import torch
 from support.engines import Stale, Wrong, beside
+from support.fake_vllm import FakeVLLM, serve
 from support.policies import make_policy
 from support.runs import lines, metrics, refusal
 from support.small_runs import IN_ITERATION_2, Counted, stop, train
 
 from conf.compose import compose, compose_checked
 from conf.plan import plan
-from policies.engines.vllm_policy import make_vllm_generator
+from policies.engines.vllm_policy import VLLMPolicy, make_vllm_generator
 from policies.engines.vllm_server import VLLMServer
 from policies.models.weights import WeightStream
 from trainer.importance_sampling import ImportanceSampling
+from trainer.runs.failures import headline
 from trainer.scale.dry_run.ledger import rank_of
 from trainer.weight_sync import weight_sync
 
@@ -149,6 +151,65 @@ def test_weights_for_a_server_lie_where_it_sees_runs_also_in_a_preflight(tmp_pat
     assert Path(compose(preflight, with_hydra=True).hydra.run.dir).parent != tmp_path
 
 
+# Servers, by a stand-in that answers in this process.
+
+
+@pytest.fixture
+def servers(policy):
+    with serve(policy.files.folder) as one, serve(policy.files.folder) as two:
+        yield one, two
+
+
+def served(policy, folder: Path, *servers: FakeVLLM) -> VLLMPolicy:
+    """Return an engine of these servers, with the policy's weights."""
+    engine = make_vllm_generator(policy, folder=folder, url=[server.url for server in servers])
+    weight_sync(policy, engine)
+    return engine
+
+
+def responses(engine: VLLMPolicy, *, rows: int = 5) -> tuple[list, list]:
+    """Return ids and log-probs of responses to different prompts."""
+    prompts = torch.arange(5, 5 + 3 * rows).reshape(rows, 3)  # [B, P]
+    done = engine._draw(prompts, torch.ones_like(prompts).bool(), 7 * torch.arange(rows))
+    return done.ids.tolist(), done.log_probs.tolist()
+
+
+def test_two_servers_say_what_one_does_to_the_bit_and_divide_the_responses(
+    policy, servers, tmp_path
+):
+    one, two = servers
+    alone = responses(served(policy, tmp_path, one))
+    engine = served(policy, tmp_path, one, two)
+    one.sampled.clear()
+    assert responses(engine) == alone
+    assert [len(server.sampled) for server in servers] == [3, 2]
+    move(policy)
+    weight_sync(policy, engine)
+    moved = responses(engine)
+    assert moved != alone
+    assert responses(served(policy, tmp_path, two)) == moved
+    assert [server.loads for server in servers] == [3, 3]
+
+
+def test_each_of_several_servers_has_to_take_new_weights(policy, servers, tmp_path):
+    engine = served(policy, tmp_path, *servers)
+    servers[1].takes_weights = False
+    move(policy)
+    with pytest.raises(RuntimeError, match="stale"):
+        weight_sync(policy, engine)
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/collective_rpc"])
+def test_a_server_that_resets_connections_is_told_as_that_server(path, policy, servers, tmp_path):
+    engine = served(policy, tmp_path, *servers)
+    servers[1].dies_at = path
+    with pytest.raises(ConnectionError) as lost:
+        weight_sync(policy, engine)
+    line = headline(lost.value)
+    assert line.startswith(f"the vLLM server at {servers[1].url} failed: ")
+    assert f"--port {servers[1].url.rpartition(':')[2]} " in line
+
+
 @pytest.mark.parametrize("version", ["", "0.9.1", "0.32.0"])  # none, too old, not in dev mode
 def test_a_url_without_a_fitting_server_is_refused(version, policy, tmp_path, monkeypatch):
     def answer(request: httpx.Request) -> httpx.Response:
@@ -160,4 +221,4 @@ def test_a_url_without_a_fitting_server_is_refused(version, policy, tmp_path, mo
         monkeypatch.setattr("policies.engines.vllm_server.httpx.Client", patched)
     where = {"folder": tmp_path, "exchange": tmp_path}
     with pytest.raises(ValueError, match=r"policy\.engine\.url"):
-        VLLMServer("http://127.0.0.1:9", policy.model, **where, dtype="float32")
+        VLLMServer(["http://127.0.0.1:9"], policy.model, **where, dtype="float32")

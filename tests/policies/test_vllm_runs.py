@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -38,8 +40,8 @@ def colocated(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def server():
+@contextmanager
+def start_server() -> Iterator[tuple[str, subprocess.Popen]]:
     """Start the server that docs/scaling.md tells to start; yield its address and process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -65,6 +67,12 @@ def server():
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with start_server() as started:
+        yield started
 
 
 def answers(url: str) -> bool:
@@ -103,6 +111,13 @@ def test_a_server_trains_to_the_bit_as_one_in_the_process_and_goes_on(colocated,
     done = train(f"resume={folder}", "trainer.num_iterations=5")
     assert done.code == 0, done.text
     same(lines(folder / "metrics.jsonl")[4:6], whole[4:6])
+
+
+def test_two_servers_train_to_the_bit_as_an_engine_in_the_process(colocated, server, tmp_path):
+    with start_server() as (other, _):
+        rows = run(tmp_path / "run", TINY[0], *FEW, f"policy.engine.url=[{server[0]},{other}]")
+    proved(rows)
+    same(rows[1:], lines(colocated / "metrics.jsonl")[1:3])
 
 
 def test_of_a_lora_the_adapter_alone_is_handed_over_to_a_server_and_within(server, tmp_path):
@@ -164,10 +179,10 @@ def test_a_server_that_dies_ends_the_run_with_a_line(server, tmp_path):
     assert weight_sync(policy, generator).after < 1e-4
     wrong = {"model.embed_tokens.weight": torch.zeros(3, 5)}  # as of another model
     (tmp_path / "wrong").mkdir()
-    with pytest.raises(RuntimeError, match="/collective_rpc"):
+    with pytest.raises(ConnectionError, match=r"/collective_rpc: 500 .* vllm serve"):
         # Its engine does not survive this.
         generator.scorer._reload_from(tmp_path / "wrong", wrong.items())
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    with pytest.raises(RuntimeError, match=r"vllm serve"):
+    with pytest.raises(ConnectionError, match=r"vllm serve"):
         weight_sync(policy, generator)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -129,7 +130,7 @@ FAULTS = {
     ("torchrun", signal.SIGINT): ("preempted", "stopped by"),
     ("torchrun", signal.SIGKILL): ("preempted", "the process that started the run is gone"),
     ("rank 1", signal.SIGTERM): ("preempted", "stopped by SIGTERM"),
-    ("rank 0", signal.SIGKILL): ("killed", ""),
+    ("rank 0", signal.SIGKILL): ("failed", "lost contact with another rank"),
     ("rank 1", signal.SIGKILL): ("failed", "lost contact with another rank"),
 }
 
@@ -166,6 +167,46 @@ def test_a_run_whose_launcher_or_rank_ends_leaves_no_process_and_goes_on_to_the_
     assert [line for line in text.splitlines() if line.startswith("error: ")] in ([], [LOST])
     codes, text = finish(start(*STANDALONE, f"resume={folder}"))
     assert codes == [0], text
+    assert metrics(folder) == metrics(straight)
+    assert weights(folder) == weights(straight)
+
+
+ELASTIC = ["--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
+DEATHS = {"rank 1": (False, 1), "the agent of rank 1": (True, 1), "the node of rank 0": (True, 0)}
+
+
+@pytest.mark.parametrize("who", DEATHS)
+def test_after_any_death_the_same_command_goes_on_to_the_bit(who, straight, tmp_path):
+    """Agents that end are started again, as Slurm, Kubernetes and others do."""
+    agent_dies, number = DEATHS[who]
+    folder, endpoint = tmp_path / "run", f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    command = [sys.executable, *TORCHRUN, *ELASTIC, endpoint, "--max-restarts=2", TRAIN, *GRPO]
+    command.append(f"output_dir={folder}")
+    agents = [start(*command) for _ in range(2)]
+    wait_for(lambda: read_status(folder).get("iteration", 0) >= 4, agents[0])
+    node, rank = next(
+        (node, ranks[number]) for node, ranks in enumerate(map(trainers, agents)) if number in ranks
+    )
+    if agent_dies:
+        agents[node].kill()
+    if who != "the agent of rank 1":
+        rank.kill()
+    if agent_dies and number == 0:
+        wait_for(lambda: read_status(folder).get("state") == "failed", agents[1 - node], 60)
+    states, text = [], ""
+    for _ in range(300):
+        ended = [n for n, agent in enumerate(agents) if agent.poll()]
+        for n in ended:
+            text += agents[n].communicate()[0]
+            states.append(n)
+            agents[n] = start(*command)
+        if all(agent.poll() == 0 for agent in agents):
+            break
+        time.sleep(1)
+    codes, more = finish(*agents)
+    assert codes == [0, 0], text + more
+    assert len(states) <= 3, text
+    assert "going on" in text + more
     assert metrics(folder) == metrics(straight)
     assert weights(folder) == weights(straight)
 
@@ -221,8 +262,9 @@ def test_the_script_for_sbatch_runs_and_goes_on_when_it_is_queued_again(tmp_path
         done = read_status(folder).get("iteration", 0)
         process = start(*command, cwd=tmp_path, **env)
         wait_for(lambda done=done: read_status(folder).get("iteration", 0) > done + 2, process)
-        for rank in trainers(process).values():
-            rank.terminate()  # as --signal=TERM@300
+        for each in psutil.Process(process.pid).children(recursive=True):
+            if {TRAIN, env["TORCHRUN"]} & {*each.cmdline()}:
+                each.terminate()  # as --signal=TERM@300
         (code,), text = finish(process)
         assert code, text
         assert (tmp_path / "requeued").read_text() == "requeue 77\n"
