@@ -324,7 +324,7 @@ def agrees_with_its_paper(name: str) -> Tensor:
     """Raise AssertionError unless loss and gradient are the paper's; return where it clips."""
     cfg, kept = composed(name), torch.get_default_dtype()
     algorithm, c = cfg.algorithm, Case(cfg.algorithm.group_size, MOVES.get(name, 0.7))
-    cfg.kl.coeff = 0.0 if name == "dapo" else BETA
+    cfg.kl.coeff = 0.0 if name in ("dapo", "minor_sft") else BETA
     parts = planned(cfg)
     batch, curr = c.batch, c.curr.clone().requires_grad_()
     mask = batch["loss_mask"]
