@@ -24,7 +24,7 @@ from envs.transforms import is_kl_transform
 from policies.models.find import no_model
 from policies.optional_packages import EXTRAS, package_of
 from trainer.kl.controllers import CONTROLLERS
-from trainer.kl.estimators import check_place
+from trainer.kl.estimators import check_place, find_estimator
 from trainer.runs.run_files import PREFIX
 from trainer.stopping import read_rule
 from trainer.surrogates import SURROGATES
@@ -222,13 +222,28 @@ def _distil(cfg: Config) -> Iterator[str]:
 def _no_responses(cfg: Config) -> Iterator[str]:
     kl, algorithm, text = cfg["kl"], cfg["algorithm"], "this algorithm samples no responses"
     none = {"coeff": 0, "measure": False, "controller": "constant"}
-    if wrong := [key for key in none if kl[key] != none[key]]:
+    wrong = [key for key in none if kl[key] != none[key]]
+    if kl["measure"] and algorithm["rows"] == "demonstrations":
+        yield from _anchor(cfg)
+    elif wrong:
         instead = " ".join(f"kl.{key}={schema.word(none[key])}" for key in wrong)
         others = ", or take sft_own, sft_tiny or rm_tiny" if len(wrong) > 1 else ""
         yield f"{text} to charge a KL on; give {instead}{others}"
     for key in ("target_kl", "entropy_coeff", "entropy_target", "after_rollout"):
         if algorithm[key]:
             yield f"{text}, which algorithm.{key} is for; leave it out"
+
+
+def _anchor(cfg: Config) -> Iterator[str]:
+    """Yield the faults of a KL in the states of demonstrations."""
+    kl, why = cfg["kl"], "SFT has the states of demonstrations, and no samples of the policy"
+    named = kl["estimator"]
+    if isinstance(named, str) and find_estimator(named).needs != "vocabulary":
+        yield f"kl.estimator={named}: {why}; give kl.estimator=forward or full, or kl.measure=false"
+    if kl["where"] != "loss":
+        yield f"expected kl.where=loss, got {kl['where']}: {why}"
+    if kl["hint"] is not None or make_controller(kl, **facts_of(cfg)).follows_kl:
+        yield f"expected no kl.hint, and kl.controller=constant or linear: {why}"
 
 
 def _responses(cfg: Config) -> Iterator[str]:

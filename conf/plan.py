@@ -204,7 +204,7 @@ def _plan(config: Section) -> Plan:
         tools=tools,
         call_tools=keys.give("envs.tools.CallTools", "env", objects=("tools",)) if tools else None,
         transforms=nodes_of(keys, env["transforms"]),
-        leash=make_leash(keys, "kl", charges=samples, teacher=teacher),
+        leash=make_leash(keys, "kl", charges=samples or keys["kl"]["measure"], teacher=teacher),
         references=references,
         after_rollout=after_rollout_parts(keys, source),
         source=source,

@@ -41,6 +41,22 @@ def value_term(
     return loss
 
 
+def dft_term(curr: Tensor) -> Tensor:
+    """Return -sg(pi) log pi, whose gradient is that of -pi.
+
+    sg stops the gradient. DFT, Wu et al. 2025 (arXiv 2508.05629).
+
+    >>> curr = torch.tensor([0.25]).log().requires_grad_()
+    >>> dft_term(curr).sum().backward()
+    >>> curr.grad.tolist()
+    [-0.25]
+    """
+    return -curr.detach().exp() * curr
+
+
+SFT_TERMS = {"nll": torch.neg, "dft": dft_term}  # of curr
+
+
 def minor_sft_term(curr: Tensor, ref: Tensor, mask: Tensor, beta: float) -> Tensor:
     """Return -2 / (beta m) log sigmoid(beta D) at each token.
 

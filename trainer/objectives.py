@@ -16,8 +16,8 @@ from policies.scorer import Scores
 from trainer.batch import batch_keys
 from trainer.kl.estimators import k3
 from trainer.kl.leash import Leash
-from trainer.losses import half_square, minor_sft_term, value_term
-from trainer.surrogates import RATIOS, ClipRange, Surrogate, find_surrogate
+from trainer.losses import SFT_TERMS, half_square, minor_sft_term, value_term
+from trainer.surrogates import RATIOS, ClipRange, Surrogate, find_surrogate, masked_rows
 
 STEP, MAX_COEFF = 0.005, 1.0  # of the entropy coefficient, per iteration and in all
 
@@ -48,7 +48,8 @@ class GRPOObjective:
 
     The ratio is to old_log_probs.full if the batch has them (another engine sampled), else to the
     generator's log_probs.full; policy_weight is a factor of the policy term. Masks use the distance
-    from the generator.
+    from the generator. `opsm`, `trm_max`, `trm_mean` are bounds (nats) of SEQUENCE_MASKS, which
+    drop the policy term of whole responses.
     """
 
     reads = (
@@ -66,11 +67,16 @@ class GRPOObjective:
         kl_bound: float = 0.05,
         ratio: str = "token",
         surrogate: str | Surrogate = "clip",
+        opsm: float | None = None,
+        trm_max: float | None = None,
+        trm_mean: float | None = None,
         leash: Leash,
     ) -> None:
         self.bounds = ClipRange(clip_low, clip_high, dual_clip, tv_bound, kl_bound)
         self.ratio = RATIOS[ratio]
         self.surrogate = find_surrogate(surrogate)
+        bounds = {"opsm": opsm, "trm_max": trm_max, "trm_mean": trm_mean}
+        self.sequence_masks = {name: most for name, most in bounds.items() if most is not None}
         self.leash = leash
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
@@ -82,6 +88,10 @@ class GRPOObjective:
         inputs = (curr, gen, moved, advantage, self.bounds)
         loss = {"policy": self.surrogate.term(*inputs) * batch.get("policy_weight", 1.0)}  # [B, T]
         means = moved_since_sampling(scores, batch) | self.leash.exact(scores)
+        if self.sequence_masks:
+            far = masked_rows(self.sequence_masks, curr.detach(), gen, advantage, mask)  # [B, 1]
+            loss["policy"] = loss["policy"].masked_fill(far, 0.0)  # [B, T]
+            means["policy/sequence_masked"] = far.expand_as(mask).float()  # [B, T]
         with torch.no_grad():
             means["policy/clip_fraction"] = self.surrogate.stopped(*inputs).float()  # [B, T]
             maxima = {"policy/ratio_max": torch.where(mask, moved.detach(), 0.0)}
@@ -158,17 +168,29 @@ class PPOObjective(GRPOObjective):
 
 
 class SFTObjective:
-    """Negative log-likelihood of the tokens of the loss mask."""
+    """Loss of the tokens of the loss mask, and the divergence of `leash` in their states.
+
+    `token_loss` is a name of SFT_TERMS: nll, or dft with nll's gradient times the probability of
+    the token. With an exact leash in the loss the divergence from the reference is measured, and
+    charged by its coefficient: an anchor (ASFT, arXiv 2509.23753).
+    """
 
     reads = ()
 
+    def __init__(self, *, leash: Leash | None = None, token_loss: str = "nll") -> None:
+        self.leash, self.term = leash, SFT_TERMS[token_loss]
+
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""
+        loss = {"policy": self.term(scores.log_probs)}  # [B, T]
         means = {} if scores.entropy is None else {"policy/entropy": scores.entropy}
-        return Terms({"policy": -scores.log_probs}, means)
+        if self.leash is not None:
+            loss |= self.leash.loss_term(scores, batch)
+            means |= self.leash.exact(scores)
+        return Terms(loss, means)
 
 
-class MinorSFTObjective:
+class MinorSFTObjective(SFTObjective):
     """SFT with smaller gradients for rows above the reference (MinorSFT, arXiv 2408.10642).
 
     `ReferenceLogProbs` writes the reference log-probs.
@@ -176,13 +198,14 @@ class MinorSFTObjective:
 
     reads = batch_keys(("ref_log_probs", "full"))
 
-    def __init__(self, *, beta: float = 0.1) -> None:
+    def __init__(self, *, beta: float = 0.1, leash: Leash | None = None) -> None:
+        super().__init__(leash=leash)
         self.beta = beta
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:
         """Return the terms of a micro-batch."""
         curr, ref = scores.log_probs, batch.get(("ref_log_probs", "full"))  # [B, T] each
-        terms = SFTObjective()(scores, batch)
+        terms = super().__call__(scores, batch)
         terms.loss["policy"] = minor_sft_term(curr, ref, batch.get("loss_mask"), self.beta)
         terms.means["sft/deviation"] = (curr - ref).detach()
         return terms

@@ -8,12 +8,13 @@ the trainer computes with the generating weights. Terms are minimised.
 tv_mask and kl_mask (DPPO: Qi et al. 2026, arXiv 2602.04879, eq. 11 to 14) bound the divergence from
 the generating policy. Each divergence is over two outcomes: the sampled token or any other. Left
 out on purpose: the paper's divergences over the top k tokens, which need more log-probs.
+SEQUENCE_MASKS drop whole responses, with any surrogate.
 Torch-free, so that the parent process can read SURROGATES.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -193,6 +194,33 @@ def _masked(
     return masked if clip.most is None else masked | (r > clip.most) & (advantage < 0)
 
 
+def both_kls(gen: Tensor, curr: Tensor) -> Tensor:
+    """Return the larger of the two `binary_kl` between gen and curr, in nats."""
+    return binary_kl(gen, curr).maximum(binary_kl(curr, gen))
+
+
+def is_past_both(
+    curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
+) -> Tensor:
+    """Return the mask of tokens without a gradient in `kpop_term`, bool."""
+    return both_kls(gen, curr) > clip.kl
+
+
+def kpop_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
+    """Return -r A, or 0 if `both_kls` is above `kl`, whatever the sign of A.
+
+    KPop (Guo et al., Ant Group, https://ringtech.notion.site/kpop), by its ports in AReaL, prime-rl
+    and verl; there the bound is 0.1 nats.
+
+    >>> import torch
+    >>> curr, gen = torch.tensor([0.5, 1e-4]).log(), torch.tensor([0.4, 0.2]).log()
+    >>> r, advantage = token_ratio(curr, gen), torch.ones(2)
+    >>> (kpop_term(curr, gen, r, advantage, ClipRange(kl=0.1)) == 0).tolist()
+    [False, True]
+    """
+    return (-r * advantage).masked_fill(both_kls(gen, curr.detach()) > clip.kl, 0.0)
+
+
 def tv_mask_term(
     curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
 ) -> Tensor:
@@ -263,7 +291,67 @@ SURROGATES = {
         keys=("kl_bound", "dual_clip", "ratio"),
         divergence=("policy/binary_kl_max", binary_kl),
     ),
+    "kpop": Surrogate(
+        kpop_term,
+        is_past_both,
+        keys=("kl_bound", "ratio"),
+        divergence=("policy/binary_kl_max", both_kls),
+    ),
 }
+
+
+def opsm_distance(log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of -log_ratio of a row, or 0 if its mean advantage is not negative, [B, 1].
+
+    DeepSeek-V3.2 (arXiv 2512.02556) eq. 9. The mean advantage decides for the row: tokens of one
+    response may have advantages of both signs (algorithm.credit=return_to_go).
+    """
+    distance = _row_mean(-log_ratio, mask)  # [B, 1]
+    return distance.where(_row_mean(advantage, mask) < 0, 0.0)
+
+
+def trm_max_distance(log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    """Return the largest log_ratio^2 / 2 of a row, [B, 1] (TRM, arXiv 2512.23075, k2)."""
+    return (0.5 * log_ratio.square()).where(mask, 0.0).amax(-1, keepdim=True)
+
+
+def trm_mean_distance(log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of r - 1 - log r of a row, [B, 1] (TRM, arXiv 2512.23075, k3)."""
+    x = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # [B, T]
+    return _row_mean(x.expm1() - x, mask)
+
+
+def _row_mean(value: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean over the mask of each row, [B, 1]."""
+    return value.where(mask, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+# Distances in nats of a response from the policy that sampled it.
+SEQUENCE_MASKS = {
+    "opsm": opsm_distance,
+    "trm_max": trm_max_distance,
+    "trm_mean": trm_mean_distance,
+}
+
+
+def masked_rows(
+    bounds: Mapping[str, float], curr: Tensor, gen: Tensor, advantage: Tensor, mask: Tensor
+) -> Tensor:
+    """Return which rows have a distance of SEQUENCE_MASKS above its bound (nats), bool [B, 1].
+
+    The distances are over `mask` [B, T], log_ratio is curr - gen.
+
+    >>> import torch
+    >>> curr, gen, mask = torch.tensor([[-1.0, -3.0]]), -torch.ones(1, 2), torch.ones(1, 2).bool()
+    >>> masked_rows({"opsm": 0.5}, curr, gen, torch.tensor([[-2.0, 1.0]]), mask).tolist()
+    [[True]]
+    >>> masked_rows({"opsm": 0.5}, curr, gen, torch.tensor([[2.0, -1.0]]), mask).tolist()
+    [[False]]
+    """
+    masked = mask.new_zeros(len(mask), 1)  # [B, 1]
+    for name, bound in bounds.items():
+        masked = masked | (SEQUENCE_MASKS[name](curr - gen, advantage, mask) > bound)
+    return masked
 
 
 def find_surrogate(surrogate: str | Surrogate) -> Surrogate:

@@ -177,7 +177,7 @@ class Trainer:
             metrics,
             update=self.update,
             skipped=metrics.get("optim/early_stopped", 0.0),
-            scored=self.retrieve_kl.scorer is not None,
+            scored="kl_penalty" in batch,
             device=self.runtime.device,
             ranks=self.runtime.ranks,
         )

@@ -262,6 +262,7 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
     "dropped rows in the baseline": lambda table: {
         name: lambda total, kept, f=f: f(total, torch.ones_like(kept)) for name, f in table.items()
     },
+    "a mask per token": lambda f: lambda value, mask: value,
     "whitened padding": lambda f: (
         lambda advantage, mask, runtime: f(advantage, torch.ones_like(mask), runtime) * mask
     ),
@@ -316,6 +317,7 @@ ALGORITHMS, LOSSES = "trainer/test_algorithms.py", "trainer/test_update.py"
 METRICS, SPLIT = "trainer/test_metrics.py", "trainer/kl/test_kl_split.py"
 paper = partial(check_of, ALGORITHMS, "agrees_with_its_paper")
 IN_THE_REWARD = check_of("trainer/kl/test_leash.py", "charged_once", "grpo", "reward")
+WHOLE = check_of("trainer/test_algorithms.py", "test_a_masked_response_goes_as_a_whole")
 LEFT_ONE_OUT = check_of("trainer/test_advantage.py", "leaves_the_baseline", "leave_one_out")
 WEIGHED = the_weighed_kl_is_the_reverse_one_whoever_sampled
 CORRECTED = a_bfloat16_generator_is_corrected
@@ -416,6 +418,7 @@ ROWS: list[tuple[str, Callable, str]] = [
     ),
     ("KL of policy to sampler", paper("dppo_kl"), f"{MASKS}:binary_kl"),
     ("KL of the token alone", paper("dppo_kl"), f"{MASKS}:binary_kl"),
+    ("a mask per token", WHOLE, f"{MASKS}:_row_mean"),
     ("KL weighed, no gradient", WEIGHED, f"{LEASH}.loss_term"),
     ("KL weighed by another ratio", WEIGHED, f"{LEASH}.loss_term"),
     (

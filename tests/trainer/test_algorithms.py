@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from support.invariance import planned
 from support.peers import MOST, REWARDS, G, batch_of, draw
 from support.policies import demonstrations, leash, make_policy, one_process, plain_log_probs
+from tensordict import TensorDict
 from torch import Tensor
 
 import trainer.losses
@@ -245,6 +246,44 @@ def dppo_kl(c: Case, curr: Tensor) -> Tensor:
     return dppo(c, curr, "kl", 0.06)
 
 
+def kpop(c: Case, curr: Tensor) -> Tensor:
+    """As AReaL, prime-rl and verl write it: both KLs of (this token, any other) are at most 0.1."""
+    a = standard(c)
+
+    def term(i: int, t: int) -> Tensor:
+        p, g = math.exp(float(curr[i, t].detach())), math.exp(float(c.gen[i, t]))
+        ways = [
+            x * math.log(x / y) + (1 - x) * math.log((1 - x) / (1 - y)) for x, y in ((p, g), (g, p))
+        ]
+        kept = max(ways) <= 0.1
+        return kept * a[i] * torch.exp(curr[i, t] - c.gen[i, t]) - BETA * k3_ratio(c, curr, i, t)
+
+    return -over_tokens(c, term)
+
+
+def sequence_masked(c: Case, curr: Tensor, far: Callable[[float, list[float]], bool]) -> Tensor:
+    """GRPO without the policy term of the rows that are `far`, by advantage and log-ratios."""
+    a = standard(c)
+    ratios = [[float(curr[i, t].detach() - c.gen[i, t]) for t in c.kept[i]] for i in c.rows]
+    a = [0.0 if far(a[i], ratios[i]) else a[i] for i in c.rows]
+    return clipped(c, curr, a, over_tokens, 0.2, 0.2, BETA)
+
+
+def opsm(c: Case, curr: Tensor) -> Tensor:
+    """arXiv 2512.02556 eq. 9."""
+    return sequence_masked(c, curr, lambda a, x: a < 0 and -sum(x) / len(x) > 0.05)
+
+
+def trm_max(c: Case, curr: Tensor) -> Tensor:
+    """arXiv 2512.23075, the largest token, k2."""
+    return sequence_masked(c, curr, lambda a, x: max(v * v / 2 for v in x) > 0.8)
+
+
+def trm_mean(c: Case, curr: Tensor) -> Tensor:
+    """arXiv 2512.23075, the mean token, k3."""
+    return sequence_masked(c, curr, lambda a, x: mean([math.exp(v) - 1 - v for v in x]) > 0.2)
+
+
 def minor_sft(c: Case, curr: Tensor) -> Tensor:
     """arXiv 2408.10642: the gradient of a row is 2 sigmoid(-beta D) / m that of -log pi."""
     total = torch.zeros(())
@@ -255,12 +294,18 @@ def minor_sft(c: Case, curr: Tensor) -> Tensor:
 
 
 EACH = (grpo, gdpo, dapo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, bnpo, gspo, cispo)
-PAPERS = {f.__name__: f for f in (*EACH, grpo_k3, dppo, dppo_kl, minor_sft)}
+PAPERS = {f.__name__: f for f in (*EACH, grpo_k3, dppo, dppo_kl, kpop, minor_sft)}
+PAPERS |= {f.__name__: f for f in (opsm, trm_max, trm_mean)}
+GRPO = ("experiment=grpo_tiny", "algorithm=grpo")
 WORDS = {
-    "grpo": ("experiment=grpo_tiny", "algorithm=grpo"),
-    "grpo_k3": ("experiment=grpo_tiny", "algorithm=grpo", "kl.estimator=k3"),
+    "grpo": GRPO,
+    "grpo_k3": (*GRPO, "kl.estimator=k3"),
     "gdpo": ("experiment=gdpo_tiny", "algorithm.part_weights={right: 1, speed: 0.5}"),
     "dppo_kl": ("experiment=dppo_tiny", "algorithm.surrogate=kl_mask", "algorithm.kl_bound=0.06"),
+    "kpop": (*GRPO, "algorithm.surrogate=kpop", "algorithm.kl_bound=0.1"),
+    "opsm": (*GRPO, "algorithm.opsm=0.05"),
+    "trm_max": (*GRPO, "algorithm.trm_max=0.8"),
+    "trm_mean": (*GRPO, "algorithm.trm_mean=0.2"),
 }
 
 
@@ -279,7 +324,7 @@ def agrees_with_its_paper(name: str) -> Tensor:
     """Raise AssertionError unless loss and gradient are the paper's; return where it clips."""
     cfg, kept = composed(name), torch.get_default_dtype()
     algorithm, c = cfg.algorithm, Case(cfg.algorithm.group_size, MOVES.get(name, 0.7))
-    cfg.kl.coeff = 0.0 if name == "dapo" else BETA
+    cfg.kl.coeff = 0.0 if name in ("dapo", "minor_sft") else BETA
     parts = planned(cfg)
     batch, curr = c.batch, c.curr.clone().requires_grad_()
     mask = batch["loss_mask"]
@@ -299,7 +344,8 @@ def agrees_with_its_paper(name: str) -> Tensor:
     assert paper.abs().max() > 1e-3
     torch.testing.assert_close(loss.detach(), want.detach(), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(got, paper, rtol=1e-10, atol=1e-12)
-    return terms.means["policy/clip_fraction"][mask] if "kl/behaviour" in terms.means else mask
+    stopped = terms.means.get("policy/sequence_masked", terms.means.get("policy/clip_fraction"))
+    return mask if stopped is None else stopped[mask]
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -307,6 +353,19 @@ def test_loss_and_gradient_are_those_of_the_paper(name):
     clipped = agrees_with_its_paper(name)
     bounded = name not in ("rloo", "minor_sft")
     assert not bounded or 0 < clipped.double().mean() < 1, "the case needs tokens of both kinds"
+
+
+def test_a_masked_response_goes_as_a_whole():
+    """Its tokens have advantages of both signs, as with credit=return_to_go; padding has none."""
+    gen, curr = torch.zeros(2, 4), torch.tensor([[-1.0, -1.0, -1.0, 9.0]] * 2)
+    advantage = torch.tensor([[-3.0, 1.0, 1.0, 9.0], [3.0, -1.0, -1.0, -9.0]])
+    batch = TensorDict({"advantage": advantage}, [2])
+    batch["log_probs", "full"] = gen
+    batch["loss_mask"] = torch.tensor([[True, True, True, False]] * 2)
+    objective = trainer.GRPOObjective(leash=leash(0.0), surrogate="reinforce", opsm=0.5)
+    terms = objective(Scores(curr), batch)
+    assert (terms.loss["policy"][:, :3] != 0).tolist() == [[False] * 3, [True] * 3]
+    assert terms.means["policy/sequence_masked"].tolist() == [[1.0] * 4, [0.0] * 4]
 
 
 @pytest.mark.parametrize("whiten", [False, True])

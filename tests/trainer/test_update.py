@@ -5,8 +5,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from support.policies import G, leash, make_policy, one_process, rollout, scaled
-from support.tasks import Words
+from support.policies import G, demonstrations, leash, make_policy, one_process, rollout, scaled
 from support.updates import (
     COEFF,
     HIGH,
@@ -23,12 +22,10 @@ from support.updates import (
 from tensordict import TensorDict
 from torch import Tensor
 
-from envs.chat_env import ChatEnv
 from envs.transforms.kl import RetrieveKL
 from policies.critic import Critic
 from policies.load import load_policy, load_reference
 from trainer.advantage import GroupAdvantage
-from trainer.demonstrations import Demonstrations
 from trainer.kl.controllers import ConstantKLController
 from trainer.kl.leash import Leash
 from trainer.kl.reference import Reference
@@ -187,17 +184,37 @@ def test_distillation_gradient_is_that_of_a_loop_over_tokens(estimator, cap):
     distils_as_the_loop(estimator, cap)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_sft_gradient_is_that_of_a_loop_over_tokens(policy, aggregation):
-    parts = {"task": Words(), "env": ChatEnv(Words()), "policy": policy, "runtime": one_process()}
-    batch = Demonstrations(**parts, prompts_per_iteration=4)(0)
-    got, metrics = gradient(policy, SFTObjective(), batch, aggregation=aggregation)
+@pytest.mark.parametrize(
+    ("aggregation", "token_loss", "anchor"),
+    [
+        ("token_mean", "nll", None),
+        ("sequence_mean", "nll", None),
+        ("token_mean", "dft", "forward"),  # ASFT
+        ("sequence_mean", "nll", "full"),
+    ],
+)
+def test_sft_gradient_is_that_of_a_loop_over_tokens(aggregation, token_loss, anchor):
+    policy = double_policy()
+    batch, start = demonstrations(policy), scaled(policy, 0.8)
+    with torch.no_grad():
+        each = [q for *_, q in each_token(start.model, batch)]
+    assert Reference(policy, start)(batch, keep_states=True) is batch, "nothing was sampled"
+    own = Leash(ConstantKLController(kl_coef=COEFF if anchor else 0.0), anchor or "k3_ratio")
+    objective = SFTObjective(leash=own, token_loss=token_loss)
+    options = {"aggregation": aggregation, "reference": start.scorer}
+    got, metrics = gradient(policy, objective, batch, **options)
     losses: dict[int, list[Tensor]] = defaultdict(list)
-    for i, _, token, p in each_token(policy.model, batch):
-        losses[i].append(-p[token])
-    loss = backward(policy, losses, aggregation)
-    assert (got - grad_of(policy)).norm() / grad_of(policy).norm() < 1e-5
-    assert metrics["loss/total"] == pytest.approx(loss, abs=1e-5)
+    found = []
+    for (i, _, token, p), q in zip(each_token(policy.model, batch), each, strict=True):
+        kl = divergences(p, q, 0.5)[anchor or "full"]
+        found.append(float(kl.detach()))
+        term = -p[token] if token_loss == "nll" else -p[token].exp()
+        losses[i].append(term + (COEFF * kl if anchor else 0.0))
+    backward(policy, losses, aggregation)
+    assert (got - grad_of(policy)).norm() / grad_of(policy).norm() < 1e-6  # weights are float32
+    measured = metrics.get(f"kl/ref_{anchor}")
+    assert measured == (pytest.approx(sum(found) / len(found)) if anchor else None)
+    assert max(found) > 0.01
 
 
 @torch.no_grad()

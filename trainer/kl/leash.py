@@ -137,8 +137,10 @@ class Leash:
         return {each.names.loss: each._loss_part(scores, batch) for each in charging}
 
     def _loss_part(self, scores: Scores, batch: TensorDictBase) -> Tensor:
-        curr, gen = scores.log_probs, batch.get(("log_probs", "full"))  # [B, T]
+        curr, gen = scores.log_probs, batch.get(("log_probs", "full"), None)  # [B, T]
         ref = batch.get(self.names.log_probs, None)  # [B, T]
+        if gen is None and self.needs_reference:  # demonstrations: the divergence is all there is
+            gen = ref = curr
         if ref is None:
             raise ValueError(self._missing(".".join(self.names.log_probs)))
         kl = self._estimator.term(TokenKL(curr - ref, curr, gen, scores.divergence))  # [B, T]

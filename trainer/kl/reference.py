@@ -66,8 +66,11 @@ class Reference:
 
         With `keep_states` also ref_states, so that the update needs no pass of the reference's
         body; not if they take more than MAX_BYTES or the weights are sharded: ranks must agree.
-        With a hint they are always kept, because the update lacks the hint.
+        With a hint they are always kept, because the update lacks the hint. Demonstrations, which
+        nothing sampled, are returned as they are: the update scores their states.
         """
+        if batch.get(RESPONSE, None) is None:
+            return batch
         if self.hint is None:
             if not keep_states or not self._fits(batch):
                 return self.retrieve(batch)

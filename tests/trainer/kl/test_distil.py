@@ -88,3 +88,27 @@ def test_patience_waits_for_a_smaller_kl_where_nothing_is_rewarded():
     kls = [0.5, 0.3, 0.2, 0.25, 0.3]
     ended = [bool(enough({"eval/kl_ref": kl}, i)) for i, kl in enumerate(kls)]
     assert ended == [False, False, False, False, True]
+
+
+@pytest.mark.runs
+def test_sft_is_anchored_to_its_start_and_measures_its_own_responses(tmp_path):
+    """The same weights at the start, so the first divergence is 0; a resume has the reference."""
+    short = ("policy.model=tiny", "trainer.prompts_per_iteration=8", "eval.max_rows=8")
+    anchor = ("kl.measure=true", "kl.estimator=forward", "eval.frontier=4", "checkpoint.every=2")
+    last = {}
+    for coeff in (0, 2):
+        words = (*short, *anchor, f"kl.coeff={coeff}", f"output_dir={tmp_path}/{coeff}")
+        done = train("experiment=sft_tiny", *words, "trainer.num_iterations=4")
+        assert done.code == 0, done.text
+        last[coeff] = metrics(tmp_path / str(coeff))[-1]
+        kls = [line.get("kl/ref_forward") for line in metrics(tmp_path / str(coeff))]
+        assert kls[0] is None
+        assert kls[1] == pytest.approx(0.0, abs=1e-6)
+        assert kls[-1] > 0
+    assert last[2]["loss/kl"] == pytest.approx(2 * last[2]["kl/ref_forward"], rel=1e-5)
+    assert last[2]["kl/ref_forward"] < last[0]["kl/ref_forward"]
+    assert last[2]["eval/kl_ref_sequence"] > 0
+    assert "kl/efficiency" in last[2]
+    done = train(f"resume={tmp_path}/0", "trainer.num_iterations=6", "checkpoint.every=2")
+    assert done.code == 0, done.text
+    assert metrics(tmp_path / "0")[-1]["kl/ref_forward"] > last[0]["kl/ref_forward"]
