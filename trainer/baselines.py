@@ -100,10 +100,10 @@ def group_advantage(
     scaled, so the KL coefficient keeps its meaning; if a group has equal R, only K counts.
     GRPO: Shao et al. 2024 (arXiv 2402.03300) section 4.1.2.
 
-    credit="return_to_go" replaces R and K by the sums from token t on, and their baseline by that of
-    the group's tokens at the same place: the n-th token is compared with the n-th of each row, or
-    with the last of a shorter row. The scale stays the same. So a token gets no credit for earlier
-    rewards, and a reward at the end of the row counts as with "trajectory".
+    credit="return_to_go" replaces R and K by the sums from token t on, and their baseline by that
+    of the group's tokens at the same place: the n-th token is compared with the n-th of each row,
+    or with the last of a shorter row. The scale stays the same. So a token gets no credit for
+    earlier rewards, and a reward at the end of the row counts as with "trajectory".
 
     >>> import torch
     >>> reward = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
