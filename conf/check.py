@@ -211,9 +211,8 @@ def _distil(cfg: Config) -> Iterator[str]:
     if len(leashes) == 1 and start:
         yield "algorithm=distil needs a teacher; give kl.reference or teacher.reference"
     for section, leash in leashes.items():
-        if leash["where"] != "loss":
-            got = leash["where"]
-            yield f"algorithm=distil needs {section}.where=loss, got {got}; leave it out"
+        if leash["where"] == "reward":
+            yield f"algorithm=distil needs {section}.where=loss or sequence, got reward"
     if not any(max(leash["coeff"], leash["end"] or 0) for leash in leashes.values()):
         wrong = " and ".join(f"{section}.coeff=0" for section in leashes)
         yield f"algorithm=distil learns from the KL alone, got {wrong}; leave it out"

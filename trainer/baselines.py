@@ -100,9 +100,10 @@ def group_advantage(
     scaled, so the KL coefficient keeps its meaning; if a group has equal R, only K counts.
     GRPO: Shao et al. 2024 (arXiv 2402.03300) section 4.1.2.
 
-    credit="return_to_go" replaces R and K by the sums from token t on; baseline and scale stay the
-    same. So a token gets no credit for earlier rewards, and the advantage of the first token is the
-    same as with "trajectory".
+    credit="return_to_go" replaces R and K by the sums from token t on, and their baseline by that
+    of the group's tokens at the same place: the n-th token is compared with the n-th of each row,
+    or with the last of a shorter row. The scale stays the same. So a token gets no credit for
+    earlier rewards, and a reward at the end of the row counts as with "trajectory".
 
     >>> import torch
     >>> reward = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
@@ -112,20 +113,38 @@ def group_advantage(
     """
     if group_size < 2 and (baseline != "none" or scale is not None):
         raise ValueError(f"a group baseline needs group_size >= 2, got {group_size}")
+    if credit not in ("trajectory", "return_to_go"):
+        raise ValueError(f"expected credit trajectory or return_to_go, got {credit!r}")
     rows = loss_mask.any(-1).view(-1, group_size)  # [P, G]
-    task = _minus_baseline(reward, rows, baseline, credit)
+
+    def compared(values: Tensor) -> Tensor:
+        if credit == "return_to_go":
+            return compare_places(to_go(values), loss_mask, rows, BASELINES[baseline])  # [B, T]
+        total = values.sum(-1).view_as(rows)  # [P, G]
+        return (total - BASELINES[baseline](total, rows)).reshape(-1, 1)  # [B, 1]
+
+    task = compared(reward)
     if scale is not None:
         divisor = scale(reward.sum(-1).view_as(rows), rows)  # [P, 1]
         task = task / divisor.repeat_interleave(group_size, 0)
-    return (task + _minus_baseline(reward_kl, rows, baseline, credit)) * loss_mask
+    return (task + compared(reward_kl)) * loss_mask
 
 
-def _minus_baseline(reward: Tensor, rows: Tensor, baseline: str, credit: str) -> Tensor:
-    """Subtract a row's baseline from its total [B, 1] or from the return of each token [B, T]."""
-    total = reward.sum(-1, keepdim=True)  # [B, 1]
-    base = BASELINES[baseline](total.view_as(rows), rows).reshape(-1, 1)
-    if credit == "return_to_go":
-        total = reward.flip(-1).cumsum(-1).flip(-1)  # [B, T]
-    elif credit != "trajectory":
-        raise ValueError(f"expected credit trajectory or return_to_go, got {credit!r}")
-    return total - base
+def to_go(values: Tensor) -> Tensor:
+    """Return the sum over each token and all later ones, [B, T] in and out."""
+    return values.flip(-1).cumsum(-1).flip(-1)
+
+
+def compare_places(values: Tensor, mask: Tensor, rows: Tensor, baseline: Baseline) -> Tensor:
+    """Return values [B, T] minus the baseline of their place in the group.
+
+    The place of a token is its number among the tokens of the mask [B, T]. A row that has ended
+    takes part in later places with its last token. rows [P, G]: those that take part.
+    """
+    length = mask.shape[-1]
+    number = mask.new_ones(mask.shape).cumsum(-1)  # [B, T] 1, 2, ...
+    until = number.minimum(mask.sum(-1, keepdim=True).clamp(min=1)) - 1  # [B, T] 0, 1, ..., last
+    tokens = (~mask).int().argsort(stable=True).gather(-1, until)  # [B, T] token at each place
+    by_place = values.gather(-1, tokens).view(*rows.shape, length).mT  # [P, T, G]
+    base = baseline(by_place, rows.unsqueeze(1)).mT.reshape(mask.shape)  # [B, T] of each place
+    return values - base.gather(-1, (mask.cumsum(-1) - 1).clamp(min=0))

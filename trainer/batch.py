@@ -63,6 +63,7 @@ KEYS: dict[NestedKey, Entry] = {
     "reward": Entry("[B, T] float32", "reward_raw + reward_kl"),
     "kl_coeff_in_loss": Entry("[B] float32", "KL coefficient that the loss charges"),
     "teacher_kl_coeff_in_loss": Entry("[B] float32", "the same of the KL to the teacher"),
+    "later_kl": Entry("[B, T] float32", "exact KL of the states after a token, minus a baseline"),
     "advantage": Entry("[B, T] float32", "A"),
     "value": Entry("[B, T] float32", "V(tokens < t)"),
     "returns": Entry("[B, T] float32", "advantage + value"),

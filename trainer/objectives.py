@@ -117,16 +117,17 @@ class DistilObjective:
     """The leash alone: the divergence from a teacher on the policy's own responses.
 
     The gradient is that of each token's divergence in the states that were visited; none goes
-    through the sampling (GKD: Agarwal et al. 2024, arXiv 2306.13649 section 3).
+    through the sampling (GKD: Agarwal et al. 2024, arXiv 2306.13649 section 3), except with a
+    leash of where="sequence".
     """
 
     reads = Leash.loss_reads
 
     def __init__(self, *, leash: Leash) -> None:
         for each in leash.each:
-            if each.where != "loss":
+            if each.where == "reward":
                 place = f"{each.names.section}.where"
-                raise ValueError(f"DistilObjective expects {place}=loss, got {each.where}")
+                raise ValueError(f"DistilObjective expects {place}=loss or sequence, got reward")
         self.leash = leash
 
     def __call__(self, scores: Scores, batch: TensorDictBase) -> Terms:

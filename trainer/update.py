@@ -21,9 +21,9 @@ from torch import Tensor
 from policies.host import OnHost, send
 from policies.layout import groups, pack_rows
 from policies.precision import in_float64
-from policies.scorer import Scorer
+from policies.scorer import Scorer, Scores
 from trainer.batch import batch_keys
-from trainer.kl.leash import Leash, charged_in_reward, check_charged
+from trainer.kl.leash import Leash, charged_in_reward, check_charged, later_kl
 from trainer.losses import token_weights
 from trainer.objectives import EntropyBonus, Objective, Terms
 from trainer.runtime import Runtime
@@ -103,9 +103,14 @@ class Update:
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
         """Take the optimiser steps of one iteration; return the metrics of its last epoch."""
         self.in_reward = charged_in_reward(self.leash, batch)
-        plan = self._plan(batch.select(*PLANNED, strict=False).to("cpu")) * self.epochs
-        batch = batch.select(*SCORED, *self.objective.reads, strict=False)
+        planned = batch.select(*PLANNED, strict=False).to("cpu")
+        once = self._plan(planned)
+        plan = once * self.epochs
+        batch = batch.select(*SCORED, *Leash.loss_reads, *self.objective.reads, strict=False)
         self.scorer.train()
+        if self.leash.looks_ahead:
+            ids = planned.get("group_id", torch.arange(batch.batch_size[0]))
+            batch.set("later_kl", later_kl(self._exact_kl(batch, once), batch["loss_mask"], ids))
         log, first = _Log(), _Log()
         start, not_taken = self.step, 0
         for number, minibatch in enumerate(plan):
@@ -206,27 +211,47 @@ class Update:
         self.optimizer.zero_grad(set_to_none=True)
         return not too_far
 
+    @torch.no_grad()
+    def _exact_kl(self, batch: TensorDictBase, plan: list[Minibatch]) -> Tensor:
+        """Return the exact KL of each token by the weights before the first step, [B, T]."""
+        parts = [*chain(*(minibatch.parts for minibatch in plan))]
+        index = torch.tensor([*chain(*(rows for rows, _ in parts))], dtype=torch.int64)  # [B]
+        indices = send(index, _device(batch)).split([len(rows) for rows, _ in parts])
+        found = []  # [b, T] of each micro-batch
+        for rows, (_, planned) in zip(indices, parts, strict=True):
+            part = batch[rows]
+            found.append(self.leash.exact_kl(self._scores(part, planned), part))
+        return torch.cat(found)[send(index.argsort(), _device(batch))]
+
+    def _scores(self, batch: TensorDictBase, plan: TensorDictBase, **options: Any) -> Scores:
+        """Return the scores of a micro-batch; `plan` has its keys PLANNED."""
+        where = {key: OnHost(plan.get(key)) for key in PLANNED if plan.get(key, None) is not None}
+        return self.scorer(
+            where["tokens", "full"],
+            where["masks", "all_attention_mask"],
+            where["loss_mask"],
+            temperature=where["temperature"],
+            group_id=where.get("group_id"),
+            reference=self.reference,
+            ref_states=batch.get("ref_states", None),
+            mixture=self.leash.mixture,
+            pack=self.packing,
+            **options,
+        )
+
     def _backward(
         self, batch: TensorDictBase, plan: TensorDictBase, log: "_Log", *, last: bool
     ) -> None:
         """Add the gradient of a micro-batch; `plan` has its keys PLANNED and "weight"."""
         accelerator = self.runtime.accelerator
-        where = {key: OnHost(plan.get(key)) for key in PLANNED if plan.get(key, None) is not None}
         weight = send(plan.get("weight"), _device(batch))  # [b, T]
         batch.set("weight", weight)
         with nullcontext() if last else accelerator.no_sync(self.scorer):
-            scores = self.scorer(
-                where["tokens", "full"],
-                where["masks", "all_attention_mask"],
-                where["loss_mask"],
-                temperature=where["temperature"],
-                group_id=where.get("group_id"),
+            scores = self._scores(
+                batch,
+                plan,
                 entropy=True,
                 learn_entropy=self.entropy.coeff > 0,
-                reference=self.reference,
-                ref_states=batch.get("ref_states", None),
-                mixture=self.leash.mixture,
-                pack=self.packing,
                 balance=self.router_coeff > 0,
             )
             terms = self.objective(scores, batch)  # [B, T] each

@@ -43,6 +43,7 @@ MORE = {
     "grpo, KL in the reward": ("grpo", "kl.where=reward", "kl.estimator=k1"),
     "ppo, head": ("ppo", "algorithm.critic.kind=head"),
     "grpo, full KL": ("grpo", "kl.estimator=full"),
+    "grpo, KL of the sequence": ("grpo", "kl=sequence"),
     "sft, packed": ("sft", "algorithm.packing=true"),
 }
 CASES = {name: (name,) for name in ALGORITHMS} | MORE

@@ -15,7 +15,7 @@ from policies.token_distribution import Head, TokenDistribution
 from trainer.gae import gae
 from trainer.kl.controllers import ConstantKLController
 from trainer.kl.estimators import ESTIMATORS, TokenKL
-from trainer.kl.leash import Leash
+from trainer.kl.leash import Leash, later_kl
 from trainer.objectives import GRPOObjective
 
 V, STEPS = 4, 2
@@ -90,8 +90,9 @@ def expected(
     curr = policy.log_probs()
     needs = ESTIMATORS[estimator].needs
     never = needs != "samples" and place == "reward"  # leash refuses: as a kl_penalty
+    ahead = place == "sequence"  # the sampler's own KL of its states, as before the first step
     batch = TensorDict({"log_probs": {"full": who.log_probs().detach()}}, [len(SEQUENCES)])
-    batch["kl_penalty"] = estimate(who, ref, estimator if never else "k1").detach()
+    batch["kl_penalty"] = estimate(who, ref, estimator if never or ahead else "k1").detach()
     batch["ref_log_probs", "full"] = ref.log_probs().detach()
     if old is not None:
         batch["old_log_probs", "full"] = old.log_probs().detach()
@@ -103,6 +104,9 @@ def expected(
     value = torch.zeros_like(curr.detach())  # a critic that expects nothing
     batch["advantage"] = gae(batch["reward"], value, batch["loss_mask"], gamma=1.0, lmbda=1.0)
     full = estimate(policy, ref, estimator) if needs == "vocabulary" else None
+    if ahead:  # every response is alone, so it has no baseline
+        alone = torch.arange(len(SEQUENCES))
+        batch["later_kl"] = later_kl(batch["kl_penalty"], batch["loss_mask"], alone)
     made = GRPOObjective(clip_low=1.0, clip_high=1e9, leash=leash)
     terms = made(Scores(curr, divergence=full), batch)
     loss = sum((who.chance().detach() * term).sum() for term in terms.loss.values())

@@ -273,6 +273,8 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
     "KL of policy to sampler": lambda f: lambda gen, curr: f(curr, gen),
     "KL of the token alone": lambda f: lambda gen, curr: gen.exp() * (gen - curr),
     "twice the bound": lambda f: lambda low, high, most, tv, kl: f(low, high, most, 2 * tv, 2 * kl),
+    "KL of later states dropped": after(torch.zeros_like),
+    "KL of later states a token late": after(lambda kl: kl.roll(1, -1)),
     "KL weighed, no gradient": with_k3s_gradient_alone,
     "KL weighed by another ratio": to_the_trainers_own,
     "entropy without a gradient": lambda f: lambda *given, learn=False, **more: f(*given, **more),
@@ -322,6 +324,7 @@ LEFT_ONE_OUT = check_of("trainer/test_advantage.py", "leaves_the_baseline", "lea
 WEIGHED = the_weighed_kl_is_the_reverse_one_whoever_sampled
 CORRECTED = a_bfloat16_generator_is_corrected
 DISTILLED = check_of(LOSSES, "distils_as_the_loop", "jsd", None)
+SEQUENCE = check_of(LOSSES, "distils_as_the_loop", "full", None, "sequence")
 PLAIN_VALUES = values_are_those_of_a_plain_forward
 MEANS = check_of(METRICS, "means_are_over_their_rows_or_tokens")
 FRONTIER = check_of(METRICS, "a_frontier_is_of_responses_at_temperature_one")
@@ -419,6 +422,8 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("KL of policy to sampler", paper("dppo_kl"), f"{MASKS}:binary_kl"),
     ("KL of the token alone", paper("dppo_kl"), f"{MASKS}:binary_kl"),
     ("a mask per token", WHOLE, f"{MASKS}:_row_mean"),
+    ("KL of later states dropped", SEQUENCE, "trainer.update:later_kl"),
+    ("KL of later states a token late", SEQUENCE, "trainer.update:later_kl"),
     ("KL weighed, no gradient", WEIGHED, f"{LEASH}.loss_term"),
     ("KL weighed by another ratio", WEIGHED, f"{LEASH}.loss_term"),
     (

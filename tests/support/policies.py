@@ -58,8 +58,8 @@ def wrapper_of(policy: TransformersPolicy) -> TransformersWrapper:
 
 
 def leash(coeff: float = 0.1, where: str = "loss", estimator: str | None = None) -> Leash:
-    """Return a leash; by default k3 in the loss, k1 in the reward."""
-    kind = estimator or {"loss": "k3", "reward": "k1"}[where]
+    """Return a leash; by default k3 in the loss, k1 in the reward, full in the sequence."""
+    kind = estimator or {"loss": "k3", "reward": "k1", "sequence": "full"}[where]
     return Leash(ConstantKLController(kl_coef=coeff), kind, where, allow_biased=True)
 
 

@@ -15,18 +15,19 @@ from trainer.baselines import BASELINES, group_advantage, spread, standardise
 
 @given(
     baseline=st.sampled_from(["group_mean", "leave_one_out"]),
+    credit=st.sampled_from(["trajectory", "return_to_go"]),
     value=st.floats(-1e5, 1e5, width=32) | st.sampled_from([0.1, 0.2, 0.7, 1 / 3]),
     size=st.integers(2, 16),
 )
-def test_equal_rewards_of_a_group_are_no_advantage_to_the_last_bit(baseline, value, size):
-    """In float32 the mean of eight times 0.2 is not 0.2."""
-    reward = torch.zeros(3 * size, 4)
-    reward[:, 2] = value
-    mask = torch.ones(3 * size, 4, dtype=torch.bool)
+def test_equal_rewards_of_a_group_are_no_advantage_to_the_last_bit(baseline, credit, value, size):
+    """In float32 the mean of eight times 0.2 is not 0.2; also of responses of unequal length."""
+    last = torch.arange(3 * size) % 4  # last token of each row
+    mask = torch.arange(4) <= last.unsqueeze(-1)  # [3 size, 4]
+    reward = torch.zeros(3 * size, 4).scatter_(-1, last.unsqueeze(-1), value)
     mask[1] = False  # left the loss mask
     for scale in (spread, None):
-        found = group_advantage(reward, 0 * reward, mask, size, baseline=baseline, scale=scale)
-        assert not found.any()
+        options = {"baseline": baseline, "scale": scale, "credit": credit}
+        assert not group_advantage(reward, 0 * reward, mask, size, **options).any()
     assert not standardise(torch.full((size,), value)).any()
 
 

@@ -73,12 +73,17 @@ def test_clamps_are_where_documented():
 def slow_advantage(reward, reward_kl, mask, size, *, scale_by_std, to_go) -> list[list[float]]:
     rows, kls = reward.tolist(), reward_kl.tolist()
     out = [[0.0] * len(rows[0]) for _ in rows]
+    tokens = [row.nonzero().flatten().tolist() for row in mask]
     for i, t in mask.nonzero().tolist():
         group = range(i // size * size, i // size * size + size)
-        totals, at = [sum(rows[j]) for j in group], t if to_go else 0
+        totals, at = [sum(rows[j]) for j in group], dict.fromkeys(group, 0)
+        if to_go:  # from the token at the same place, or the last, of each row
+            place = tokens[i].index(t)
+            at = {j: tokens[j][min(place, len(tokens[j]) - 1)] for j in group}
         scale = statistics.stdev(totals) + 1e-4 if scale_by_std else 1.0
-        task = (sum(rows[i][at:]) - statistics.mean(totals)) / scale
-        out[i][t] = task + sum(kls[i][at:]) - statistics.mean(sum(kls[j]) for j in group)
+        task = sum(rows[i][at[i] :]) - statistics.mean(sum(rows[j][at[j] :]) for j in group)
+        kl = sum(kls[i][at[i] :]) - statistics.mean(sum(kls[j][at[j] :]) for j in group)
+        out[i][t] = task / scale + kl
     return out
 
 

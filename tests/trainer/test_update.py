@@ -150,24 +150,41 @@ def divergences(p: Tensor, q: Tensor, weight: float) -> dict[str, Tensor]:
     }
 
 
-def distils_as_the_loop(estimator: str, cap: float | None) -> None:
+def later_states(kls: dict[int, list[float]], i: int, place: int) -> float:
+    """Return the KL after a row's token, minus the mean of its group's others, by loops."""
+    later = {j: [sum(row[u + 1 :]) for u in range(len(row))] for j, row in kls.items()}
+    group = range(i // G * G, i // G * G + G)
+    others = [later[j][min(place, len(later[j]) - 1)] for j in group if j != i and j in later]
+    return later[i][place] - (sum(others) / len(others) if others else 0.0)
+
+
+def distils_as_the_loop(estimator: str, cap: float | None, where: str = "loss") -> None:
     """Raise AssertionError unless loss and gradient are those of a loop over tokens.
 
-    The teacher has another temperature; there is no reward.
+    The teacher has another temperature; there is no reward. The chats have two turns.
     """
     policy = double_policy()
     batch, teacher = prepared(policy)
     teacher.scorer.temperature_factor = 0.4
-    own = Leash(ConstantKLController(kl_coef=COEFF), estimator, jsd_weight=0.3, cap=cap)
-    got, metrics = gradient(policy, DistilObjective(leash=own), batch, reference=teacher.scorer)
+    batch["loss_mask"][1] = False  # one row of a group was dropped
+    own = Leash(ConstantKLController(kl_coef=COEFF), estimator, where, jsd_weight=0.3, cap=cap)
+    options = {"reference": teacher.scorer, "micro_batch_tokens": 120}
+    got, metrics = gradient(policy, DistilObjective(leash=own), batch, **options)
     losses: dict[int, list[Tensor]] = defaultdict(list)
     with torch.no_grad():
         theirs = [q for *_, q in each_token(teacher.model, batch, 0.4)]
-    found = []
-    for (i, *_, p), q in zip(each_token(policy.model, batch), theirs, strict=True):
+    found, capped, logs = [], defaultdict(list), defaultdict(list)
+    for (i, t, token, p), q in zip(each_token(policy.model, batch), theirs, strict=True):
         kl = divergences(p, q, 0.3)[estimator]
         found.append(float(kl.detach()))
         losses[i].append(COEFF * (kl if cap is None else kl.clamp(max=cap)))
+        capped[i].append(float(losses[i][-1].detach()))
+        logs[i].append(p[token] - batch["log_probs", "full"][i, t])
+    if where == "sequence":
+        for i, row in logs.items():
+            for place, x in enumerate(row):
+                change = x.exp() * later_states(capped, i, place)
+                losses[i][place] = losses[i][place] + change - change.detach()
     loss = backward(policy, losses, "token_mean")
     want = grad_of(policy)
     assert (got - want).norm() / want.norm() < 1e-5
@@ -182,6 +199,11 @@ def distils_as_the_loop(estimator: str, cap: float | None) -> None:
 @pytest.mark.parametrize("estimator", ["full", "forward", "jsd"])
 def test_distillation_gradient_is_that_of_a_loop_over_tokens(estimator, cap):
     distils_as_the_loop(estimator, cap)
+
+
+@pytest.mark.parametrize("cap", [None, 0.3])
+def test_the_kl_of_the_sequence_is_that_of_a_loop_over_tokens(cap):
+    distils_as_the_loop("full", cap, "sequence")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from trainer.surrogates import MAX_LOG_RATIO, token_ratio
 if TYPE_CHECKING:
     from torch import Tensor
 
-PLACES = ("loss", "reward")
+PLACES = ("loss", "reward", "sequence")
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,12 @@ class TokenKL:
 class Estimator:
     """An estimator of the KL of a token: `term` maps TokenKL to nats [B, T].
 
-    In the loss the gradient is autograd's of `term`; in the reward `term` is a number.
+    In the loss the gradient is autograd's of `term`; in the reward `term` is a number; in the
+    sequence it is both, a term of its own token and a number for the tokens before it.
     `needs`: "samples" (the log-ratio), "ratio" (curr and gen) or "vocabulary" (divergence); the
-    reward has samples only. `refused`: reason and remedy for each place in which the expected
-    gradient is not that of a KL; kl.allow_biased=true allows the pair if the place has what it
-    needs.
+    reward has samples only, the sequence takes the vocabulary only. `refused`: reason and remedy
+    for each place in which the expected gradient is not that of a KL; kl.allow_biased=true allows
+    the pair if the place has what it needs.
     `mixture` selects the divergence (`TokenDistribution.scores`), logged as kl/ref_<metric> or
     kl/teacher_<metric>.
     """
@@ -91,6 +92,9 @@ def exact_divergence(token: TokenKL) -> Tensor:
 NO_PULL = "it has no KL gradient near the reference; use k1"
 NO_GRADIENT = "its gradient in the loss is zero; use full, k3_ratio, k2 or k3"
 OF_STATE = {"reward": "it does not depend on its own token; use k1"}
+OF_STATES = OF_STATE | {
+    "sequence": "summed over states it is not this divergence of whole responses; use full"
+}
 ESTIMATORS: dict[str, Estimator] = {  # k1, k2, k3: Schulman 2020, "Approximating KL divergence"
     "k1": Estimator(lambda token: token.log_ratio, refused={"loss": NO_GRADIENT}),
     "k2": Estimator(lambda token: 0.5 * token.log_ratio.square(), refused={"reward": NO_PULL}),
@@ -102,10 +106,10 @@ ESTIMATORS: dict[str, Estimator] = {  # k1, k2, k3: Schulman 2020, "Approximatin
         refused={"reward": "it is k3 there, at a ratio of 1; use k1"},
     ),
     "forward": Estimator(
-        exact_divergence, needs="vocabulary", refused=OF_STATE, mixture=0.0, metric="forward"
+        exact_divergence, needs="vocabulary", refused=OF_STATES, mixture=0.0, metric="forward"
     ),
     "jsd": Estimator(  # kl.jsd_weight is its mixture
-        exact_divergence, needs="vocabulary", refused=OF_STATE, mixture=0.5, metric="jsd"
+        exact_divergence, needs="vocabulary", refused=OF_STATES, mixture=0.5, metric="jsd"
     ),
 }
 
@@ -131,8 +135,12 @@ def check_place(
         one = ", ".join(PLACES)
         raise ValueError(f"expected {section}.where to be one of {one}, got {where!r}")
     row = find_estimator(estimator)
-    missing = where == "reward" and row.needs != "samples"
-    reason = row.refused.get(where, f"it needs the {row.needs}" if missing else "")
+    missing = ""
+    if where == "reward" and row.needs != "samples":
+        missing = f"it needs the {row.needs}"
+    if where == "sequence" and row.needs != "vocabulary":
+        missing = "it is not the exact KL of a state; use full"
+    reason = row.refused.get(where, missing)
     if not reason or (allow_biased and not missing):
         return
     name = estimator if isinstance(estimator, str) else "<your own>"

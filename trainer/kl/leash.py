@@ -1,17 +1,22 @@
-"""KL penalty to the reference or a teacher, each charged once: in the reward or in the loss."""
+"""KL penalty to the reference or a teacher, each charged once: in the loss, reward or sequence."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import ClassVar
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from policies.host import send
+from policies.layout import groups
 from policies.scorer import Scores
+from trainer.baselines import compare_places, leave_one_out, to_go
 from trainer.batch import LEASHES, LeashNames, batch_keys
 from trainer.kl.controllers import KLControllerBase
 from trainer.kl.estimators import Estimator, TokenKL, check_place, find_estimator
+from trainer.surrogates import token_ratio
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,8 @@ class Leash:
     """Charge coeff * KL of each sampled token, in one place.
 
     The advantage calls `charge_reward`, the objective calls `loss_term`, on the same Leash. `where`
-    ("reward" or "loss") selects the one that charges. `controller` sets the coefficient;
+    selects the one that charges: "reward", "loss", or "sequence", the loss with the KL of the later
+    states, `later_kl`, which the update adds to the batch. `controller` sets the coefficient;
     `estimator` is a row of trainer/kl/estimators.py or an own `Estimator`. Without `allow_biased`,
     raise ValueError if the pair of `where` and `estimator` does not have the gradient of a KL.
     `jsd_weight` is the weight of the reference in the mixture of "jsd". A token whose KL in the
@@ -37,7 +43,7 @@ class Leash:
         "reward_raw", "loss_mask", "kl_penalty", ("log_probs", "full"), ("ref_log_probs", "full")
     )
     loss_reads: ClassVar = batch_keys(
-        ("log_probs", "full"), ("ref_log_probs", "full"), ("teacher_log_probs", "full")
+        ("log_probs", "full"), ("ref_log_probs", "full"), ("teacher_log_probs", "full"), "later_kl"
     )
 
     controller: KLControllerBase
@@ -83,7 +89,13 @@ class Leash:
     @property
     def needs_reference(self) -> bool:
         """Return whether the update reads the distributions of this leash's reference."""
-        return self.where == "loss" and self._estimator.needs == "vocabulary"
+        return self.where != "reward" and self._estimator.needs == "vocabulary"
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Return whether the loss charges a token the KL of the later states (`later_kl`)."""
+        exact = self.exact_leash
+        return exact is not None and exact.where == "sequence" and exact.coeff != 0
 
     @property
     def mixture(self) -> float:
@@ -133,10 +145,17 @@ class Leash:
 
         No other leash has an entry.
         """
-        charging = [each for each in self.each if each.where == "loss" and each.coeff != 0]
+        charging = [each for each in self.each if each.where != "reward" and each.coeff != 0]
         return {each.names.loss: each._loss_part(scores, batch) for each in charging}
 
     def _loss_part(self, scores: Scores, batch: TensorDictBase) -> Tensor:
+        kl = self._kl(scores, batch)  # [B, T]
+        if self.where == "sequence":  # a gradient alone: the value stays the KL of the token
+            ratio = token_ratio(scores.log_probs, batch.get(("log_probs", "full")))  # [B, T]
+            kl = kl + (ratio - ratio.detach()) * batch.get("later_kl")
+        return self.coeff * kl
+
+    def _kl(self, scores: Scores, batch: TensorDictBase) -> Tensor:
         curr, gen = scores.log_probs, batch.get(("log_probs", "full"), None)  # [B, T]
         ref = batch.get(self.names.log_probs, None)  # [B, T]
         if gen is None and self.needs_reference:  # demonstrations: the divergence is all there is
@@ -148,7 +167,13 @@ class Leash:
             name = f"{self.names.section}.estimator"
             text = f"expected the term of {name} to be {[*curr.shape]} with a gradient"
             raise ValueError(f"{text}, got {[*kl.shape]}, requires_grad={kl.requires_grad}")
-        return self.coeff * (kl if self.cap is None else kl.clamp(max=self.cap))
+        return kl if self.cap is None else kl.clamp(max=self.cap)
+
+    @torch.no_grad()
+    def exact_kl(self, scores: Scores, batch: TensorDictBase) -> Tensor:
+        """Return the KL of each token by `exact_leash`, [B, T]."""
+        assert self.exact_leash is not None
+        return self.exact_leash._kl(scores, batch)
 
     def _missing(self, key: str) -> str:
         return f"{self.names.section}.where={self.where} needs {key}, got none; use RetrieveKL"
@@ -167,6 +192,33 @@ class Leash:
                 length = measured / metrics[kl]
                 measured += weight * (metrics[f"{kl}_k3"] * length - measured)
             each.controller.follow(measured, sequences=round(responses * valid))
+
+
+def later_kl(kl: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
+    """Return the KL of the states after each token minus a baseline, [B, T].
+
+    kl and the loss mask [B, T], group_id [B] on the CPU, with equally many rows of each id. The
+    baseline is the mean of the group's other rows at the same place (`compare_places`), 0 if there
+    are none.
+
+    >>> kl, ids = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 5.0]]), torch.tensor([7, 7])
+    >>> later_kl(kl, kl > 0, ids).tolist()
+    [[-2.0, -2.0, 0.0], [2.0, 2.0, 0.0]]
+    """
+    kl = kl * mask  # [B, T]
+    members = groups(group_id)  # P lists of G row indices
+    if len({*map(len, members)}) > 1:
+        raise ValueError(f"expected groups of one size, got {[*map(len, members)]} rows")
+    order = send(torch.tensor([*chain(*members)], dtype=torch.int64), kl.device)  # [B]
+    later, mask = (to_go(kl) - kl)[order], mask[order]  # [B, T]
+    rows = mask.any(-1).view(len(members), -1)  # [P, G]
+    out = torch.empty_like(kl)  # [B, T]
+    out[order] = compare_places(later, mask, rows, _mean_of_others) * mask
+    return out
+
+
+def _mean_of_others(values: Tensor, rows: Tensor) -> Tensor:
+    return leave_one_out(values, rows).where(rows.sum(-1, keepdim=True) > 1, 0.0)
 
 
 def charged_in_reward(leash: Leash, batch: TensorDictBase) -> set[str]:

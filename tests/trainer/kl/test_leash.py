@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.invariance import ALGORITHMS, planned, step
 from support.policies import G, leash, one_process, scaled
-from support.updates import Record, kept_log_probs, make_update
+from support.updates import Record, each_token, kept_log_probs, make_update
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -41,7 +41,8 @@ def run(name: str, own: Leash, *, judged_by: Leash | None = None):
     batch = made.advantage(**parts)(batch)
     objective = made.objective(leash=own)
     optimizer = Record(policy.scorer.parameters())
-    update = make_update(policy, objective, optimizer, aggregation=algorithm.aggregation)
+    options = {"aggregation": algorithm.aggregation, "reference": case.reference.scorer}
+    update = make_update(policy, objective, optimizer, **options)
     try:
         return batch, update(batch.clone())
     finally:
@@ -51,6 +52,16 @@ def run(name: str, own: Leash, *, judged_by: Leash | None = None):
 def without_the_first(mask: Tensor) -> Tensor:
     """Remove a row's first token, if it has others, as algorithm.mask removes earlier turns."""
     return mask & ((mask.cumsum(-1) > 1) | (mask.sum(-1, keepdim=True) == 1))  # [B, T]
+
+
+def exact_kl(policy, reference, batch: TensorDict) -> Tensor:
+    """Return the exact KL of each token of the loss mask [B, T], by plain forwards."""
+    out = torch.zeros_like(batch["log_probs", "full"])
+    with torch.no_grad():
+        both = (each_token(model.model, batch) for model in (policy, reference))
+        for (i, t, _, p), (*_, q) in zip(*both, strict=True):
+            out[i, t] = (p.exp() * (p - q)).sum()
+    return out
 
 
 def charged_once(name: str, where: str) -> None:
@@ -75,9 +86,11 @@ def charged_once(name: str, where: str) -> None:
         "sequence_mean": 1 / (rows * mask.sum(-1, keepdim=True)),
         "constant": 1 / (rows * 12),  # the most tokens of `make_update`
     }[case.cfg.algorithm.aggregation]
-    in_loss = COEFF if where == "loss" else 0.0
-    k3 = torch.where(mask, (ref - curr).exp() - 1 - (ref - curr), 0.0)
-    want = float((each * k3 * in_loss).sum())
+    in_loss = COEFF if where != "reward" else 0.0
+    kl = torch.where(mask, (ref - curr).exp() - 1 - (ref - curr), 0.0)  # k3
+    if where == "sequence":
+        kl = exact_kl(case.policy, case.reference, batch)
+    want = float((each * kl * in_loss).sum())
     assert metrics.get("loss/kl", 0.0) == pytest.approx(want, rel=1e-6, abs=1e-9)
     parts = sum(v for n, v in metrics.items() if n.startswith("loss/") and n != "loss/total")
     assert metrics["loss/total"] == pytest.approx(parts)
@@ -101,8 +114,8 @@ def test_two_leashes_that_disagree_are_refused(name, charges, learns, how):
         run(name, leash(COEFF, places[learns]), judged_by=leash(COEFF, places[charges]))
 
 
-@pytest.mark.parametrize("of_leash", PLACES)
-@pytest.mark.parametrize("of_teacher", PLACES)
+@pytest.mark.parametrize("of_leash", ["loss", "reward"])
+@pytest.mark.parametrize("of_teacher", ["loss", "reward"])
 def test_the_kl_to_a_teacher_is_charged_once_beside_that_to_the_reference(of_leash, of_teacher):
     case, weights = step("grpo"), {"ref": COEFF, "teacher": 0.2}
     places = {"ref": of_leash, "teacher": of_teacher}
@@ -168,9 +181,9 @@ def test_one_place_charges_the_kl_whatever_the_parts_are(where, own_advantage, o
         advantage = FreeAdvantage() if own_advantage else GroupAdvantage(group_size=G, leash=own)
         objective = FreeObjective() if own_objective else GRPOObjective(leash=own)
         optimizer = Record(case.policy.scorer.parameters())
-        return make_update(case.policy, objective, optimizer, leash=own)(
-            advantage(case.batch.clone())
-        )
+        options = {"leash": own, "reference": case.reference.scorer}
+        made = make_update(case.policy, objective, optimizer, **options)
+        return made(advantage(case.batch.clone()))
 
     charges = not (own_advantage if where == "reward" else own_objective)
     update(0.0)
@@ -185,12 +198,12 @@ def test_one_place_charges_the_kl_whatever_the_parts_are(where, own_advantage, o
 @pytest.mark.parametrize("where", PLACES)
 def test_a_refused_pair_cannot_be_made(where, estimator):
     make = partial(Leash, ConstantKLController(kl_coef=0.1), estimator, where)
-    if where not in ESTIMATORS[estimator].refused:
+    # In the reward nothing computes the others, and in the sequence it would be a sampled KL.
+    only = {"reward": "samples", "sequence": "vocabulary"}
+    never = ESTIMATORS[estimator].needs != only.get(where, ESTIMATORS[estimator].needs)
+    if not never and where not in ESTIMATORS[estimator].refused:
         assert make().coeff == 0.1
         return
-    never = (
-        where == "reward" and ESTIMATORS[estimator].needs != "samples"
-    )  # nothing computes them there
     for options in ({}, {"allow_biased": True} if never else {}):
         with pytest.raises(ValueError, match=f"kl.estimator={estimator}"):
             make(**options)
