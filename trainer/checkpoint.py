@@ -74,7 +74,7 @@ class Checkpoints:
             if main:
                 self._write(iteration, state, moments)
         self.last = iteration
-        self.runtime.accelerator.wait_for_everyone()
+        self.runtime.wait()
 
     def _write(self, iteration: int, state: dict[str, Any], moments: dict[str, Tensor]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
