@@ -88,7 +88,7 @@ class Checkpoints:
             flush(self.folder)
             self._prune(target)
         self.last = iteration
-        self.runtime.accelerator.wait_for_everyone()
+        self.runtime.wait()
 
     def write_tensors(self, part: Path) -> dict[str, Any]:
         """Write weights and optimiser state; return the hashes that are known, for the manifest.

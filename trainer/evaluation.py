@@ -188,13 +188,14 @@ class Evaluate:
             on_fraction(fraction)
             if kind != "after":  # a trained run finishes its last evaluation
                 self.runtime.stops.check()  # equally often on every rank, even without rows
+            batch: Any = None
             if part:
-                batch: TensorDictBase = collect(self._prompts(part), env, generator, learn=False)
-                if name == "sampled":
-                    batch = self.retrieve_kl(batch)
+                batch = collect(self._prompts(part), env, generator, learn=False)
+            if name == "sampled":
+                self.runtime.wait()  # a judge may be slow on one rank; shards score together
+                batch = self.retrieve_kl(batch) if part else self.retrieve_kl.join()
+            if part:
                 yield on_host(batch), part
-            elif name == "sampled":
-                self.retrieve_kl.join()
 
     def _accuracies(self, name: str, size: int, total: dict[str, float]) -> dict[str, float]:
         """Return the accuracy of a plan, of each label, and pass@k."""

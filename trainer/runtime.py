@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
 
 from policies.files import write_text
 from trainer.stopping import Stopped, StopSignals
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by bytes per weight
-TIMEOUT = 7200.0  # seconds
+TIMEOUT = 7200.0  # seconds for a rank that works alone
 # Settings of `accelerate launch` that would change results -> the key of leash for each.
 INSTEAD = {
     "mixed_precision": "policy.autocast=bfloat16",
@@ -36,8 +36,9 @@ class Runtime:
     """Start the ranks of a run and keep its status.json current.
 
     A context manager: a normal exit writes "finished", `Stopped` "preempted", another error
-    "failed". `stops` has the stop signals. `timeout`: seconds that a rank waits for another, who
-    may write a checkpoint.
+    "failed". `stops` has the stop signals. `timeout`: seconds that a rank waits for another that
+    works alone, in `wait` and the collectives of Python values. Those of tensors have torch's
+    time-outs (NCCL ten minutes, gloo thirty), so that a dead node does not hold the others.
     """
 
     def __init__(
@@ -57,14 +58,12 @@ class Runtime:
         cpu = device == "cpu" or gpu is None
         if kind == "cuda" and not cpu:
             check_gpus(torch.cuda.device_count())
-        handlers = [
-            InitProcessGroupKwargs(timeout=timedelta(seconds=timeout)),
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # no copy of gradients
-        ]
+        handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]  # no copy
         # policy.autocast sets the precision
         self.accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=handlers)
-        self.folder = Path(folder)
+        self.folder, self.timeout = Path(folder), timedelta(seconds=timeout)
         if self.ranks > 1:  # with torchrun only rank 0 has chosen it
+            self.group = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
             self.folder = Path(self.gather(str(self.folder.absolute()))[0])
             os.environ["LEASH_FOLDER"] = str(self.folder)  # for the handler of a crash
         self.seed = seed
@@ -102,20 +101,18 @@ class Runtime:
 
     def all_reduce_sum(self, values: dict[str, float]) -> dict[str, float]:
         """Return the sum over ranks of each value; names are equal on all ranks."""
-        names = sorted(values)
-        numbers = [float(values[name]) for name in names]
-        total = self.all_reduce(torch.tensor(numbers, dtype=torch.float64))
-        return dict(zip(names, total.tolist(), strict=True))
+        return self._reduce(values, torch.distributed.ReduceOp.SUM)
 
     def all_reduce_max(self, values: dict[str, float]) -> dict[str, float]:
         """Return the maximum over ranks of each value; names are equal on all ranks."""
-        if self.ranks == 1 or not values:
-            return values
+        return self._reduce(values, torch.distributed.ReduceOp.MAX)
+
+    def _reduce(self, values: dict[str, float], operation: Any) -> dict[str, float]:
         names = sorted(values)
-        numbers = [float(values[name]) for name in names]
-        most = torch.tensor(numbers, dtype=torch.float64, device=self.device)  # [N]
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-        return dict(zip(names, most.tolist(), strict=True))
+        numbers = torch.tensor([float(values[name]) for name in names], dtype=torch.float64)  # [N]
+        if self.ranks > 1 and names:
+            torch.distributed.all_reduce(numbers, operation, group=self.group)
+        return dict(zip(names, numbers.tolist(), strict=True))
 
     def load(self, make: Callable[..., Any]) -> Any:
         """Return the policy that `make` loads, on this rank's device."""
@@ -123,6 +120,7 @@ class Runtime:
 
     def prepare(self, policy: Any, make: Callable[[Any], Any], *others: Any) -> Any:
         """Return the wrapped scorer for the update, and its optimizer, make(scorer)."""
+        self.wait()  # one rank may have loaded, or downloaded, for longer
         for weight in policy.scorer.parameters():
             if weight.requires_grad and self.device.type == "cpu":
                 weight.data = weight.data.clone()  # else the first step copies the file by pages
@@ -138,8 +136,14 @@ class Runtime:
         if self.ranks == 1:
             return [value]
         out: list[Any] = [None] * self.ranks
-        torch.distributed.all_gather_object(out, value)
+        torch.distributed.all_gather_object(out, value, group=self.group)
         return out
+
+    def wait(self) -> None:
+        """Wait for all ranks; RuntimeError with the missing ones after the time-out."""
+        if self.ranks > 1:
+            how = {"timeout": self.timeout, "wait_all_ranks": True}
+            torch.distributed.monitored_barrier(self.group, **how)
 
     def merge_rows(self, by_row: dict[int, Any]) -> dict[int, Any]:
         """Return the rows of all ranks in order."""

@@ -7,6 +7,7 @@ signals on to the ranks (trainer/runs/launch.py). Imports no torch: the parent p
 import math
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 # Evaluations log these where they can.
 JUDGED = ("kl/efficiency", "kl/needed", "kl/misallocated", "kl/in_right", "kl/in_wrong")
+AGAIN = 5.0
 SCORE = "eval/"  # `patience` watches the first metric with this prefix
 
 
@@ -34,7 +36,8 @@ class StopSignals:
     """Turn SIGINT, SIGTERM and the loss of the launcher into `Stopped`, on all ranks together.
 
     A signal raises at `check`, and at once within `stoppable` and during the set-up of one rank. A
-    second signal calls `at_second(reason)` and exits. `all_reduce_max`: see Runtime.
+    second signal calls `at_second(reason)` and exits, but for a SIGTERM within AGAIN seconds of the
+    first: Slurm signals all processes, and torchrun its ranks. `all_reduce_max`: see Runtime.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class StopSignals:
     ) -> None:
         self.ranks, self.all_reduce_max, self.at_second = ranks, all_reduce_max, at_second
         self.first: int | None = None  # number of the first signal
+        self.since = 0.0  # its time
         self.on_stop: Callable[[], None] = lambda: None  # called in the signal handler
         self.immediately = False  # a stop signal raises in its handler
         self.handlers: dict[signal.Signals, Any] = {}  # replaced ones, by signal
@@ -88,10 +92,12 @@ class StopSignals:
             self.immediately = False
 
     def _on_signal(self, number: int, _: Any) -> None:
+        if self.first == number == signal.SIGTERM and time.monotonic() < self.since + AGAIN:
+            return
         if self.first is not None:  # second signal: exit immediately
             self.at_second(stop_reason(self.first))
             os._exit(128 + number)
-        self.first = number
+        self.first, self.since = number, time.monotonic()
         self.on_stop()
         if self.immediately:
             raise Stopped(stop_reason(number))

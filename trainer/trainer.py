@@ -275,7 +275,7 @@ class Trainer:
         if self.runtime.is_main:
             remove(folder / "model")
             temporary.rename(folder / "model")
-        self.runtime.accelerator.wait_for_everyone()
+        self.runtime.wait()
         objective = float(self.progress.objective or 0.0)
         self._end("finished", objective=objective)
         return objective

@@ -11,6 +11,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -142,6 +143,10 @@ class VLLMServer(VLLMEngine):
                     server.refuse(f"--max-lora-rank {adapter.r} at least, got {most}")
             self.adapter = adapter
             self.under = lambda: WeightStream(base_weights(model), model=model)
+        self.group = None  # of the ranks that wait for rank 0, which sends the weights
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            longest = timedelta(seconds=LONGEST)
+            self.group = torch.distributed.new_group(backend="gloo", timeout=longest)
         self._ask("/resume")  # a run killed during a transfer leaves a server paused
 
     def _ask(self, path: str, body: Any = None, **how: Any) -> None:
@@ -151,7 +156,7 @@ class VLLMServer(VLLMEngine):
 
     def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Send new weights to the servers; with several ranks, rank 0 sends them."""
-        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        ranks = self.group is not None
         lora = [None if self.adapter is None else f"policy-{uuid4().hex}"]  # see _take_adapter
         weights = named if isinstance(named, WeightStream) else WeightStream(dict(named))
         streams = [(lora[0], weights)]
@@ -159,7 +164,7 @@ class VLLMServer(VLLMEngine):
             # A server may hold another run's base weights: send them once.
             streams.insert(0, (None, self.under()))
         if ranks:
-            torch.distributed.barrier()  # all ranks have scored with the old weights
+            torch.distributed.barrier(self.group)  # all ranks have scored with the old weights
         if not ranks or torch.distributed.get_rank() == 0:
             shutil.rmtree(self.exchange, ignore_errors=True)
             self.exchange.mkdir(parents=True)
@@ -172,7 +177,7 @@ class VLLMServer(VLLMEngine):
             for _, stream in streams:
                 deque(stream, maxlen=0)  # takes part in gathering
         if ranks:
-            torch.distributed.broadcast_object_list(lora)
+            torch.distributed.broadcast_object_list(lora, group=self.group)
         self.lora = lora[0]
 
     def _send_weights(self, weights: WeightStream, exchange: Path, lora: str | None) -> None:

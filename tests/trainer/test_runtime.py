@@ -7,7 +7,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from support.runs import refusal
+from support.runs import on_two_ranks, refusal
+from support.waits import ALONE, COLLECTIVE
 
 from trainer.runtime import Runtime
 from trainer.stopping import Stopped
@@ -83,3 +84,12 @@ def test_a_device_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"policy\.device=mps"):
         Runtime(tmp_path, device="mps")
     assert "policy.device" in refusal("experiment=grpo_tiny", "policy.device=cuda:1")
+
+
+@pytest.mark.runs
+def test_ranks_wait_long_for_one_that_works_alone_and_not_for_a_tensor_of_a_dead_one(tmp_path):
+    on_two_ranks("support.waits", tmp_path)
+    found = json.loads((tmp_path / "waits.json").read_text())
+    assert found.pop("ended") == "tensor"
+    assert found.pop("tensor") < ALONE
+    assert min(found.values()) > COLLECTIVE

@@ -31,7 +31,10 @@ UNWRITABLE = re.compile(
     r"|os error (?:27|28|30|122)\b"
 )
 MEMORY = re.compile(r"out of memory|can't allocate memory", re.IGNORECASE)
-LOST = re.compile(r"Connection (closed|reset) by peer|remote process exited|Broken pipe.*gloo")
+LOST = re.compile(
+    r"Connection (closed|reset) by peer|remote process exited|Broken pipe.*gloo"
+    r"|monitoredBarrier|gloo.*Timed out waiting"
+)
 TRACEBACKS = "LEASH_TRACEBACKS"  # the user's HYDRA_FULL_ERROR, for the processes of a run
 LONG = 2_000  # characters of a line, which may quote a response
 LONGEST = 1 << 20  # characters of a traceback

@@ -7,7 +7,6 @@ and manifest and name only at a later iteration, after which a stop or an error 
 
 import os
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ class ShardedRuntime(Runtime):
     ) -> None:
         if offload and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             cpu = device == "cpu" or not torch.cuda.is_available()
-            _init_process_group(cpu=cpu, timeout=timeout)
+            _init_process_group(cpu=cpu)
         super().__init__(folder, seed=seed, device=device, timeout=timeout)
         self.offload = offload
         self.shards = self.ranks if shards is None else shards
@@ -61,6 +60,7 @@ class ShardedRuntime(Runtime):
         """Shard the policy and those of `others` with a scorer, then make the optimizer."""
         if self.ranks == 1:
             return super().prepare(policy, make)
+        self.wait()
         mesh, main = make_mesh(self.device.type, self.ranks, self.shards), policy.scorer
         scorers = {id(part.scorer): part.scorer for part in others if hasattr(part, "scorer")}
         shard_all(main, list(scorers.values()), mesh, offload=self.offload)
@@ -77,7 +77,7 @@ class ShardedCheckpoints(Checkpoints):
         groups = tensors_of(self.policy.scorer, self.optimizer)
         groups |= {"critic": self.critic(), "reference": self.reference.state_dict()}
         named = {f"{g}/{name}": t.detach() for g in groups for name, t in groups[g].items()}
-        self.runtime.accelerator.wait_for_everyone()  # rank 0 has emptied the folder
+        self.runtime.wait()  # rank 0 has emptied the folder
         hashed = write_shards(named, part / SHARDS, rank=self.runtime.rank)
         return {name: entry for each in self.runtime.gather(hashed) for name, entry in each.items()}
 
@@ -113,10 +113,10 @@ def shard_all(
             shard(scorer, mesh, offload=offload)
 
 
-def _init_process_group(*, cpu: bool, timeout: float) -> None:
+def _init_process_group(*, cpu: bool) -> None:
     """Join the ranks by gloo, for tensors on the CPU, and on GPUs also by NCCL."""
     if not torch.distributed.is_initialized():
         if not cpu:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         backend = "cpu:gloo" if cpu else "cpu:gloo,cuda:nccl"
-        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        torch.distributed.init_process_group(backend)
