@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from conf.compose import compose_checked
 from conf.plan import plan
+from policies.host import bare
 from policies.scorer import Scores
 from policies.token_distribution import Head, TokenDistribution
 from support.updates import Record
@@ -119,6 +120,7 @@ class Table(nn.Module):
         reference: "Table | None" = None,
         **_: Any,
     ) -> Scores:
+        tokens, keep, temperature = bare(tokens), bare(keep), bare(temperature)
         mine = self.distribution(tokens, keep, temperature)
         theirs = reference and reference.distribution(tokens, keep, temperature)
         out = mine.scores(tokens, entropy=entropy, learn=learn_entropy, reference=theirs)
@@ -127,7 +129,7 @@ class Table(nn.Module):
         return out
 
     def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, **_: Any) -> Tensor:
-        return self.old_values[tokens[:, 0]] * keep
+        return self.old_values[bare(tokens)[:, 0]] * bare(keep)
 
 
 def leash_gradient(d: Data, *words: str) -> Tensor:

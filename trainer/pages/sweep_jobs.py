@@ -312,7 +312,8 @@ def find_frontier(folder: Path) -> Frontier | None:
 
     None if it has other held-out rows than the run evaluates.
     """
-    files = [place / FRONTIER_FILE for place in (folder, *folder.resolve().parents[:3])]
+    around = [parent for parent in folder.resolve().parents[:3] if is_sweep(parent)]
+    files = [place / FRONTIER_FILE for place in (folder, *around)]
     path = next((path for path in files if path.is_file()), None)
     frontier = _read(path, path.stat().st_mtime_ns) if path else None
     return frontier if frontier and has_same_rows(frontier, folder) else None

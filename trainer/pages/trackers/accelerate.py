@@ -41,9 +41,14 @@ class AccelerateTracker(Mirror):
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         service, continued = LOGGER_TYPE_TO_CLASS[self.word], self._continued()
-        folder = [str(self.folder / self.word)] if service.requires_logging_directory else []
+        named: dict[str, Any] = {"run_name": self._project}  # Accelerate's word for a project
+        if self.word == "mlflow":
+            tags = {"tags": ", ".join(self.about["tags"])}
+            named = {"experiment_name": self._project, "tags": tags}
+        elif service.requires_logging_directory:
+            named["logging_dir"] = str(self.folder / self.word)
         with redirect_stdout(StringIO()):  # Trackio prints six lines
-            self._tracker = service(self._project, *folder, **(continued | self._options))
+            self._tracker = service(**(named | continued | self._options))
             if hasattr(self._tracker, "start"):  # older versions start in the constructor
                 self._tracker.start()
         if self.first is None or not continued:

@@ -93,7 +93,7 @@ def make_scorer(policy: dict[str, Any], model: str) -> Scorer:
     how["attn_implementation"] = policy["attn_implementation"] or "sdpa"
     with quiet():
         network: Any = AutoModelForCausalLM.from_config(read_config(model), **how).eval()
-    if policy["kernels"]:
+    if policy["kernels"] and not policy["compile"]:
         replace_layers(network, compare=False)
     if policy["lora"]["r"]:
         lora.add_adapter(network, **policy["lora"])
