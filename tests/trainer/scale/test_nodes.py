@@ -263,7 +263,7 @@ def test_the_script_for_sbatch_runs_and_goes_on_when_it_is_queued_again(tmp_path
         process = start(*command, cwd=tmp_path, **env)
         wait_for(lambda done=done: read_status(folder).get("iteration", 0) > done + 2, process)
         for each in psutil.Process(process.pid).children(recursive=True):
-            if {TRAIN, env["TORCHRUN"]} & {*each.cmdline()}:
+            if each.name() != "srun" and {TRAIN, env["TORCHRUN"]} & {*each.cmdline()}:
                 each.terminate()  # as --signal=TERM@300
         (code,), text = finish(process)
         assert code, text
