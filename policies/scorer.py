@@ -346,13 +346,14 @@ def score_in_parts(
     parts = [list(range(len(tokens)))]
     if limit is not None:
         parts = layouts.pack_rows(inputs[1], limit, group_id=inputs[3])
-    done = []
-    placement: Placement = getattr(getattr(score, "__self__", score), "placement", LOCAL)
+    owner, done = getattr(score, "__self__", score), []
+    hold = OnHost if isinstance(owner, Scorer) else lambda tensor: tensor  # FSDP2 would move them
+    placement: Placement = getattr(owner, "placement", LOCAL)
     with placement.forwards(len(parts)) as count:
         for rows in parts + [[]] * (count - len(parts)):
             index = torch.tensor(rows, dtype=torch.int64)
             ids, mask, part_keep, group, part_temperature = (
-                OnHost(x[index]) if getattr(x, "ndim", 0) else x for x in inputs
+                hold(x[index]) if getattr(x, "ndim", 0) else x for x in inputs
             )
             options |= {} if part_temperature is None else {"temperature": part_temperature}
             part = score(ids, mask, part_keep, group_id=group, **options)

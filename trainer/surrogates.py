@@ -218,7 +218,7 @@ def kpop_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: Cli
     >>> (kpop_term(curr, gen, r, advantage, ClipRange(kl=0.1)) == 0).tolist()
     [False, True]
     """
-    return (-r * advantage).masked_fill(both_kls(gen, curr.detach()) > clip.kl, 0.0)
+    return (-r * advantage).masked_fill(is_past_both(curr.detach(), gen, r, advantage, clip), 0.0)
 
 
 def tv_mask_term(

@@ -3,12 +3,13 @@
 `token_weights` sets `weight` [B, T] over the tokens of an optimiser step on all ranks, before any
 split. So the gradient does not depend on micro-batches, padding, order or ranks.
 
-All of an iteration is planned from one copy of the masks on the CPU: a GPU waits for the copy, for
-the norm of each optimiser step, and for the metrics at the end.
+All of an iteration is planned from one copy of the masks on the CPU. A GPU waits for what the
+reward charged, for that copy, for the norm of each optimiser step (with `target_kl` also for its
+metrics), and for the metrics at the end.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -41,8 +42,16 @@ class Minibatch:
     """An optimiser step as planned on the CPU."""
 
     tokens: float  # loss tokens on all ranks
-    # Rows of each micro-batch and their keys PLANNED and "weight"; every rank has as many.
-    parts: list[tuple[list[int], TensorDictBase]]
+    rows: Tensor  # [n] int64, rows of the batch, one micro-batch after another
+    plans: list[
+        TensorDictBase
+    ]  # keys PLANNED and "weight" of each micro-batch; as many on each rank
+
+    def parts(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, TensorDictBase]]:
+        """Yield the rows of each micro-batch, and their plan; one copy of the indices is sent."""
+        indices = send(self.rows, _device(batch)).split([len(plan) for plan in self.plans])
+        for index, plan in zip(indices, self.plans, strict=True):
+            yield batch[index], plan
 
 
 class Update:
@@ -167,9 +176,9 @@ class Update:
             minibatch.set("weight", weight)
             # Each rank gets the same number of micro-batches, some empty.
             every = parts[i] + [[]] * (int(counts[f"{i}"]) - len(parts[i]))
-            of_batch = [[rows[i][row] for row in part] for part in every]
+            index = torch.tensor([rows[i][row] for row in chain(*every)], dtype=torch.int64)  # [n]
             plans = [select_rows(minibatch, part) for part in every]
-            plan.append(Minibatch(tokens, [*zip(of_batch, plans, strict=True)]))
+            plan.append(Minibatch(tokens, index, plans))
         return plan
 
     def _micro_batches(self, batch: TensorDictBase) -> list[list[int]]:
@@ -189,12 +198,9 @@ class Update:
         if minibatch.tokens == 0:
             self.skipped += 1
             return True
-        rows, step_log = [rows for rows, _ in minibatch.parts], _Log()
-        index = send(torch.tensor([*chain(*rows)], dtype=torch.int64), _device(batch))  # [B]
-        indices = index.split([len(each) for each in rows])  # [b] of each micro-batch
-        for number, (_, plan) in enumerate(minibatch.parts):
-            part, last = batch[indices[number]], number + 1 == len(rows)
-            self._backward(part, plan, step_log, last=last)
+        step_log = _Log()
+        for number, (part, plan) in enumerate(minibatch.parts(batch), 1):
+            self._backward(part, plan, step_log, last=number == len(minibatch.plans))
         limit = self.max_grad_norm or math.inf
         norm = self.runtime.clip(self.scorer.parameters(), limit)
         step_log.notes = {"optim/lr": [rate], "optim/grad_norm": [norm]}
@@ -214,14 +220,13 @@ class Update:
     @torch.no_grad()
     def _exact_kl(self, batch: TensorDictBase, plan: list[Minibatch]) -> Tensor:
         """Return the exact KL of each token by the weights before the first step, [B, T]."""
-        parts = [*chain(*(minibatch.parts for minibatch in plan))]
-        index = torch.tensor([*chain(*(rows for rows, _ in parts))], dtype=torch.int64)  # [B]
-        indices = send(index, _device(batch)).split([len(rows) for rows, _ in parts])
-        found = []  # [b, T] of each micro-batch
-        for rows, (_, planned) in zip(indices, parts, strict=True):
-            part = batch[rows]
-            found.append(self.leash.exact_kl(self._scores(part, planned), part))
-        return torch.cat(found)[send(index.argsort(), _device(batch))]
+        found = [  # [b, T] of each micro-batch
+            self.leash.exact_kl(self._scores(part, planned), part)
+            for minibatch in plan
+            for part, planned in minibatch.parts(batch)
+        ]
+        order = torch.cat([minibatch.rows for minibatch in plan]).argsort()  # [B]
+        return torch.cat(found)[send(order, _device(batch))]
 
     def _scores(self, batch: TensorDictBase, plan: TensorDictBase, **options: Any) -> Scores:
         """Return the scores of a micro-batch; `plan` has its keys PLANNED."""

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 
-from policies.host import bare
 from policies.models.find import find_model
 from policies.models.lora import write_adapter
 from policies.optional_packages import EXTRAS
@@ -130,8 +129,6 @@ class VLLMEngine(nn.Module):
         group_id: Tensor | None = None,
     ) -> Scores:
         """Return aligned log-probs [B, T] as `Scorer` does; `group_id` has no effect."""
-        tokens, attention_mask, keep = bare(tokens), bare(attention_mask), bare(keep)
-        temperature = bare(temperature)
         rows = unpad(tokens.cpu(), attention_mask.cpu())
         each = torch.as_tensor(temperature, dtype=torch.float32).reshape(-1).expand(len(rows))
         values = [torch.zeros(len(row)) for row in rows]

@@ -116,12 +116,6 @@ def _part(layers: list[nn.Module]) -> None:
         seen |= ids
 
 
-def local_bytes(tensor: Tensor) -> int:
-    """Return the bytes of this rank's part of a tensor."""
-    mine: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return mine.numel() * mine.element_size()
-
-
 def trained_half(scorer: Scorer) -> torch.dtype | None:
     """Return the half-precision dtype of a scorer's weights if such weights are trained."""
     apart = {id(p) for p in scorer.critic.head.parameters()} if scorer.critic is not None else set()

@@ -1,7 +1,7 @@
 """Transforms in a Ray actor, with real Ray: shared, correct, on their resources, and when they die.
 
 For `make test-ray`; what must fail before Ray is asked stands in tests/trainer/kl/test_kl.py, and
-the page's examples in specification_rows/kl_reward.py.
+the page's examples in tests/specification/test_s3_kl_reward.py.
 """
 
 import copy

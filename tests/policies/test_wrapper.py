@@ -2,7 +2,7 @@
 how it is asked to generate, and which arguments and inputs are refused.
 
 Expected log-probs come from one plain forward per sequence. What the pages of the specification
-say about each argument is tried in tests/specification/specification_rows.
+say about each argument is tried in tests/specification.
 """
 
 import copy

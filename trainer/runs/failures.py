@@ -83,9 +83,8 @@ def record_failure(folder: Path, error: BaseException) -> int:
         write_text(path, f"{line}\n\n{text}")
     noted = read_errors(folder)
     first, cause = noted[0] if noted else (path, line)  # the rank that failed first
-    running = (
-        read_status(folder).get("state") == "running"
-    )  # rank 0 may be dead; else it repeats it
+    # Rank 0 may be dead; if it lives, it writes the same again.
+    running = read_status(folder).get("state") == "running"
     written = (is_main_rank() or running) and close_status(folder, "failed", cause)
     alone = "LEASH_PARENT" not in os.environ
     if first == path and (alone or not (noted or written)):

@@ -1,4 +1,4 @@
-"""The KL transforms beyond their page's statements (specification_rows): sums by hand, plain
+"""The KL transforms beyond their page's statements (tests/specification): sums by hand, plain
 forwards, every form in which a td holds its rows, and what is refused where there is no Ray."""
 
 import sys

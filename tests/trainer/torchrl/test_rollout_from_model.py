@@ -1,4 +1,4 @@
-"""RolloutFromModel beyond its page's statements (specification_rows/rollout.py): generation
+"""RolloutFromModel beyond its page's statements (test_s4_rollout.py): generation
 configs, ends and padding, what the scheduler is given, and the data sets."""
 
 import json

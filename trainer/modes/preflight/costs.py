@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from policies.models.find import has_adapter
-from policies.models.sharding import local_bytes
+from policies.models.weights import local
 from trainer.modes.preflight.profile import Findings, Iteration, Phase
 from trainer.pages.formats import duration
 from trainer.runs.failures import LESS_MEMORY
@@ -56,7 +56,7 @@ def check_memory(
     longer, forward = longest / int(lengths.max()), max(limit, longest) / tokens
     scale = {"generate": longer, "evaluation": longer, "score": forward, "update": forward}
     weights = loop.policy.scorer.parameters()
-    gradients = sum(local_bytes(p) for p in weights if p.requires_grad)
+    gradients = sum(local(p).nbytes for p in weights if p.requires_grad)
     sharing = loop.runtime.ranks if device.type == "cpu" else 1  # ranks share a CPU's memory
     room, needs = memory_of(device), {}
     findings.section(

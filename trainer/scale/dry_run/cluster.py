@@ -29,8 +29,8 @@ from policies.models import lora
 from policies.models.fast.layers import replace_layers
 from policies.models.find import EMBEDDED, TINY, find_model, has_adapter, quiet, readable
 from policies.models.shard_files import COPIES, FILE
-from policies.models.sharding import ShardedScorer, local_bytes
-from policies.models.weights import full
+from policies.models.sharding import ShardedScorer
+from policies.models.weights import full, local
 from policies.scorer import Placement, Scorer
 from policies.token_distribution import score_columns
 from trainer.modes.preflight.costs import FULL, gib, note_casts
@@ -202,7 +202,7 @@ class Rank:
         parts = [
             t for group in tensors_of(self.scorer, self.optimizer).values() for t in group.values()
         ]
-        sizes, loading = [local_bytes(part) for part in parts], self.loaded * copies
+        sizes, loading = [local(part).nbytes for part in parts], self.loaded * copies
         if not sharded:
             return {
                 "loading": loading,
