@@ -38,7 +38,6 @@ def gradients(model: str, estimator: str, *, compile: bool, **options) -> torch.
     return torch.cat(optimizer.grads)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # read by the compiler
 @pytest.mark.runs
 @pytest.mark.parametrize("case", CASES)
 def test_a_compiled_update_has_the_gradient_of_an_eager_one(case, tmp_path):
