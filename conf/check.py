@@ -17,7 +17,6 @@ from conf.build import (
     make_controller,
     make_task,
 )
-from conf.unknown_names import nearest
 from envs.rewards.validate import first_fault, in_one_line
 from envs.rows import is_file
 from envs.transforms import is_kl_transform
@@ -79,6 +78,8 @@ def _undeclared(cfg: Config) -> Iterator[str]:
         if group in schema.OPEN and not all(name.startswith(PACKAGES) for name in targets):
             continue  # conf/plan.py refuses it unless an argument has its name
         for name in node.keys() - schema.declared()[schema.part_of(group, node)].keys():
+            from conf.unknown_names import nearest  # nobody else meets an unknown name
+
             key = f"{group}.{name}"
             yield f"there is no key {key}{nearest(key, node[name])}"
 

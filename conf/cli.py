@@ -3,27 +3,37 @@
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from conf.compose import FAULTS, compose_experiment, explain, set_up, write_defaults
-from conf.resume import last_run
+from conf.compose import (
+    FAULTS,
+    compose_experiment,
+    explain,
+    is_temporary,
+    set_up,
+    write_defaults,
+)
+from conf.job import read_job
 from conf.run import worker
 from conf.schema import FOLDER, all_keys
-from conf.sweep import MULTIRUN, end_sweep, read_job
-from trainer.runs.discover import nothing_left
 from trainer.runs.failures import TRACEBACKS, print_error, say
 from trainer.runs.folders import PLAN, TEMPORARY, is_main_rank, quoted
 from trainer.runs.launch import STOPPED, Interrupted, prepare, start, worker_command
 from trainer.runs.lock import locked, reserved_gpus
 from trainer.runs.run_files import read_status, read_yaml
-from trainer.runs.run_log import run_log
+from trainer.runs.run_log import VERBOSE, run_log
 
+MULTIRUN = ("-m", "--multirun")
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and mpirun
 
 
@@ -50,8 +60,49 @@ def cli() -> int:
         say("stopped before it began; nothing new is saved")
         return 130
     finally:
-        end_sweep()
+        if sweep := sys.modules.get("conf.sweep"):  # it began one
+            sweep.end()
     return 0
+
+
+class Checks(Callback):
+    """Check a run, or all jobs of a sweep, before Hydra starts one."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Refuse a run with a fault."""
+        with _refused(config):
+            folder = Path("." if is_temporary(config) else config.hydra.run.dir)
+            read_job(config, folder, config.hydra.overrides.task, in_sweep=False)
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Refuse a sweep with a faulty job, else begin its folder."""
+        from conf import sweep  # one run has none
+
+        with _refused(config):
+            sweep.begin(config, [w for w in sys.argv[1:] if w not in MULTIRUN])
+
+    def on_job_end(self, config: DictConfig, **_: Any) -> None:
+        """Rewrite the page of the sweep."""
+        if config.hydra.mode == RunMode.MULTIRUN:
+            from conf import sweep
+
+            with suppress(OSError):  # a full disk
+                sweep.write_page(Path(config.hydra.sweep.dir))
+
+
+@contextmanager
+def _refused(config: DictConfig) -> Iterator[None]:
+    """End the process on a fault: Hydra only warns of errors in callbacks."""
+    HydraConfig.instance().set_config(config.copy())  # for `compose`; Hydra does so for a job
+    if verbose := config.hydra.verbose:  # true, a logger's name, or several
+        names = verbose if OmegaConf.is_list(verbose) else [str(verbose).replace("True", "true")]
+        os.environ[VERBOSE] = ",".join(names)
+    try:
+        yield
+    except (*FAULTS, ValueError, OSError) as error:
+        if is_main_rank():
+            print_error(ValueError(explain(error)))
+        raise SystemExit(2) from None
 
 
 def expand(words: list[str]) -> list[str]:
@@ -68,6 +119,8 @@ def expand(words: list[str]) -> list[str]:
     sweeps = not {*MULTIRUN}.isdisjoint(words)
     for place, word in enumerate(words):
         if word == "resume=last":
+            from conf.resume import last_run  # a run that begins does not need it
+
             trained = any(other.startswith("mode=") for other in words)
             words[place] = word = f"resume={last_run(Path('outputs'), trained=trained)}"
             say(word)
@@ -122,9 +175,12 @@ def run(cfg: DictConfig) -> float:
         if in_sweep and read_yaml(Path(job.sweep.dir) / PLAN).get("ended"):  # the sweep was stopped
             raise Interrupted(STOPPED)
         config = read_job(cfg, folder, job.overrides.task, in_sweep=in_sweep)
-        if why := nothing_left(config):
-            say(f"{folder.name}: finished already" if in_sweep else why)
-            return float(read_status(Path(config["resume"]))["objective"])
+        if config["resume"]:
+            from trainer.runs.discover import nothing_left  # nor this
+
+            if why := nothing_left(config):
+                say(f"{folder.name}: finished already" if in_sweep else why)
+                return float(read_status(Path(config["resume"]))["objective"])
         if not config["resume"] and not folder.name.startswith(TEMPORARY):
             write_defaults(folder, job)
         if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # of torchrun: this rank becomes a worker

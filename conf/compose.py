@@ -20,7 +20,6 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from conf.check import check
 from conf.schema import FOLDER, TYPES, all_keys, sections
-from conf.unknown_names import missing_file, nearest
 from policies.files import write_text
 from trainer.runs.folders import TEMPORARY, is_main_rank, quoted, unique_folder
 from trainer.runs.redact import is_secret, redact
@@ -123,6 +122,8 @@ def hide_secrets(folder: Path) -> None:
 
 def explain(error: Exception) -> str:
     """Return a one-line message for an error of Hydra or OmegaConf."""
+    from conf.unknown_names import missing_file, nearest  # nobody else meets an unknown name
+
     text = str(error)
     if isinstance(error, yaml.YAMLError):
         return " ".join(text.split())

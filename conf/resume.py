@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from conf.compose import checked
 from conf.schema import TYPES, declared, part_of, sections
 from policies.contents import files_of
-from trainer.runs.discover import find_jobs, has_weights, is_running
+from trainer.runs.discover import find_jobs, has_weights, is_running, nothing_left
 from trainer.runs.run_files import PLACES, PREFIX
 
 OF_TRAINER = ("num_iterations", "stop_at", "patience", "overlap", "profile")
@@ -93,7 +93,23 @@ def damage(tree: dict[str, Any], node: dict[str, Any], path: str = "") -> Iterat
                 yield f"expected {at} to be {TYPES[key.type][1]}, got {value!r}"
 
 
-def job_config(
+def job_config(cfg: DictConfig, folder: Path, words: Sequence[str]) -> dict[str, Any]:
+    """Return the checked configuration of a run or of a job of a sweep that may resume.
+
+    ValueError for fewer iterations than the run has.
+    """
+    if cfg.resume == "auto":
+        place, key = Path(cfg.output_dir).expanduser(), "output_dir"
+        config = resumed_if_held(place, checked(cfg) | {"resume": None}, key=key)
+    elif cfg.resume:
+        config = resumed(cfg.resume, cfg, words)
+    else:
+        config = resumed_if_held(folder, checked(cfg))
+    nothing_left(config)
+    return config
+
+
+def resumed_if_held(
     folder: Path, config: dict[str, Any], *, key: str = "hydra.sweep.dir"
 ) -> dict[str, Any]:
     """Return the configuration of a run that resumes if its folder, named by `key`, holds it.

@@ -1,80 +1,53 @@
-"""Hydra callback of runs and sweeps: checks, resume of jobs, sweep.html, stop signals."""
+"""A sweep: its jobs checked before the first starts, its plan, its page, and stop signals."""
 
 import json
 import os
 import signal
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.experimental.callback import Callback
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from conf.compose import FAULTS, checked, explain, hide_secrets, is_temporary
-from conf.modes import configure
-from conf.resume import job_config, resumed
+from conf.compose import FAULTS, explain, hide_secrets
+from conf.job import read_job
 from policies.files import write_text
-from trainer.runs.discover import nothing_left
 from trainer.runs.failures import print_error, say
-from trainer.runs.folders import PLAN, holds_run, is_main_rank, quoted
+from trainer.runs.folders import PLAN, quoted
 from trainer.runs.launch import Interrupted, check_parts
 from trainer.runs.lock import lock_folder
 from trainer.runs.redact import redact, redact_text
 from trainer.runs.run_files import read_yaml
-from trainer.runs.run_log import VERBOSE
 
-MULTIRUN = ("-m", "--multirun")
-AUTO = "resume=auto (also torchrun --max-restarts)"
 OPEN: list[tuple[Path, Any]] = []  # folder and lock of the sweep of this process
 
 
-class SweepCallback(Callback):
-    """Check all jobs before Hydra starts one, and update the page of a sweep."""
-
-    def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Refuse a run with a fault."""
-        with _refused(config):
-            folder = Path("." if is_temporary(config) else config.hydra.run.dir)
-            read_job(config, folder, config.hydra.overrides.task, in_sweep=False)
-
-    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Refuse a sweep with a faulty job; write its plan and fix its folder."""
-        place = "hydra.sweep.dir="
-        words = [w for w in sys.argv[1:] if w not in MULTIRUN and not w.startswith(place)]
-        with _refused(config):
-            folder = Path(os.path.abspath(str(config.hydra.sweep.dir)))
-            plan = {"words": [*map(redact_text, words)], "jobs": _name_jobs(config, folder)}
-            lock = lock_folder(folder)
-            write_text(folder / PLAN, json.dumps({**plan, "ended": False}, indent=1))
-            page = _write_page(folder)
-        OPEN[:] = [(folder, lock)]
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _stop)
-        say(f"sweep    {page}")
-
-    def on_job_end(self, config: DictConfig, **_: Any) -> None:
-        """Rewrite the page of the sweep."""
-        if config.hydra.mode == RunMode.MULTIRUN:
-            with suppress(OSError):  # a full disk
-                _write_page(Path(config.hydra.sweep.dir))
+def begin(config: DictConfig, words: Sequence[str]) -> None:
+    """Check the jobs of a sweep, write its plan with the words typed, and fix its folder."""
+    words = [word for word in words if not word.startswith("hydra.sweep.dir=")]
+    folder = Path(os.path.abspath(str(config.hydra.sweep.dir)))
+    plan = {"words": [*map(redact_text, words)], "jobs": _name_jobs(config, folder)}
+    lock = lock_folder(folder)
+    write_text(folder / PLAN, json.dumps({**plan, "ended": False}, indent=1))
+    page = write_page(folder)
+    OPEN[:] = [(folder, lock)]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    say(f"sweep    {page}")
 
 
-def end_sweep() -> None:
+def end() -> None:
     """Write the final page of the sweep of this process, if any, after any kind of end."""
     for folder, lock in OPEN:
         try:
             _note_end(folder)
             hide_secrets(folder)  # of multirun.yaml
-            page = f"sweep    {_write_page(folder)}"
+            page = f"sweep    {write_page(folder)}"
         except (*FAULTS, OSError) as error:  # a full disk
             print_error(ValueError(explain(error)))
             page = ""
@@ -87,7 +60,8 @@ def end_sweep() -> None:
     OPEN.clear()
 
 
-def _write_page(folder: Path) -> Path:
+def write_page(folder: Path) -> Path:
+    """Write sweep.csv and sweep.html; return the page."""
     from trainer.pages.sweep_page import write_sweep  # one run has no such page
 
     return write_sweep(folder)
@@ -95,50 +69,6 @@ def _write_page(folder: Path) -> Path:
 
 def _note_end(folder: Path) -> None:
     write_text(folder / PLAN, json.dumps(read_yaml(folder / PLAN) | {"ended": True}, indent=1))
-
-
-@contextmanager
-def _refused(config: DictConfig) -> Iterator[None]:
-    """End the process on a fault: Hydra only warns of errors in callbacks."""
-    HydraConfig.instance().set_config(config.copy())  # for `compose`; Hydra does so for a job
-    if verbose := config.hydra.verbose:  # true, a logger's name, or several
-        names = verbose if OmegaConf.is_list(verbose) else [str(verbose).replace("True", "true")]
-        os.environ[VERBOSE] = ",".join(names)
-    try:
-        yield
-    except (*FAULTS, ValueError, OSError) as error:
-        if is_main_rank():
-            print_error(ValueError(explain(error)))
-        raise SystemExit(2) from None
-
-
-def read_job(
-    cfg: DictConfig, folder: Path, words: Sequence[str], *, in_sweep: bool
-) -> dict[str, Any]:
-    """Return the checked configuration of a run or of a job of a sweep."""
-    cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
-    if in_sweep and cfg.preflight:
-        raise ValueError("preflight=true checks one run; leave -m out")
-    if cfg.preflight or cfg.mode != "train":
-        return configure(cfg, words)
-    if in_sweep and cfg.output_dir:
-        place = f"hydra.sweep.dir={cfg.output_dir}"
-        raise ValueError(f"output_dir={cfg.output_dir} is for one run; a sweep goes to {place}")
-    auto = cfg.resume == "auto"
-    if auto and not cfg.output_dir:
-        raise ValueError(f"{AUTO} needs output_dir=<folder>, where a start finds its run")
-    if cfg.resume and not auto:
-        config = resumed(cfg.resume, cfg, words)
-    else:
-        config = checked(cfg) | {"resume": None}
-        if auto:
-            config = job_config(Path(cfg.output_dir).expanduser(), config, key="output_dir")
-        elif in_sweep:
-            config = job_config(folder, config)
-        if not (in_sweep or config["resume"]) and is_main_rank() and holds_run(folder):
-            raise ValueError(f"{folder} already holds a run; resume it by resume={folder}")
-    nothing_left(config)  # ValueError for fewer iterations than the run has
-    return config
 
 
 def _name_jobs(config: DictConfig, folder: Path) -> list[str]:

@@ -20,14 +20,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from policies.chats.messages import Message, check_messages
-from policies.chats.next_turn import Gap, LostTurn, StandIn
 from policies.chats.outlines import CACHE_SIZE, Outlines
 from policies.chats.pieces import OUTSIDE, Piece, close_turn, fill, turns_of
 from policies.chats.templates import find_template
 from policies.chats.text_encoder import Encoder
+
+if TYPE_CHECKING:
+    from policies.chats.next_turn import Gap, StandIn
 
 _REWRITTEN = "rewrites contents, and this chat's contents hold the text of control tokens"
 
@@ -146,6 +148,8 @@ class Renderer:
         response without the template's end of turn is closed first. Raises ValueError if the
         template drops a turn or a new message.
         """
+        from policies.chats.next_turn import LostTurn, StandIn  # chats of one turn have none
+
         messages = check_messages(messages)
         new_messages = check_messages(new_messages) if new_messages else []
         self._outlines.refuse_markup(new_messages)
@@ -166,7 +170,7 @@ class Renderer:
             raise ValueError(f"{self.name} {_REWRITTEN}; {self._outlines.remedy}")
         return [*ids, *new_ids]
 
-    def _gap(self, stand_in: StandIn) -> Gap:
+    def _gap(self, stand_in: "StandIn") -> "Gap":
         """Return the gap, shared by chats that differ in contents only."""
         key = f"{stand_in.size}{stand_in.chat}"
         gap = self._gaps.get(key)

@@ -17,7 +17,7 @@ from support.runs import ROOT, asked, environment, refusal
 from conf.cli import expand
 from conf.compose import compose_checked
 from conf.plan import plan
-from conf.resume import job_config, read_saved
+from conf.resume import read_saved, resumed_if_held
 from envs.tasks import Reward, Task
 from policies.optional_packages import EXTRAS
 from trainer.runs.discover import nothing_left
@@ -213,9 +213,9 @@ def test_resume_changes_the_keys_that_it_may_and_keeps_the_rest(old_run):
 def test_a_job_of_a_sweep_goes_on_with_the_date_of_its_start(old_run):
     config = read_saved(old_run)
     (old_run / "config.yaml").write_text(json.dumps(config | {"date": "2024-07-26"}))
-    assert job_config(old_run, config)["date"] == "2024-07-26"
+    assert resumed_if_held(old_run, config)["date"] == "2024-07-26"
     with pytest.raises(ValueError, match="date"):
-        job_config(old_run, config | {"date": "2024-07-27"})
+        resumed_if_held(old_run, config | {"date": "2024-07-27"})
 
 
 @pytest.mark.parametrize("words", [["resume=auto"], []])  # typed, or under torchrun

@@ -17,7 +17,8 @@ import json; print(json.dumps(sorted(sys.modules)))
 
 
 # Rooms and files of features that this run does not have.
-BESIDE = (".torchrl", ".dry_run", ".lora", ".shard", "envs.data", "sweep_page")
+BESIDE = (".torchrl", ".dry_run", ".lora", ".shard", "envs.data", "sweep", "conf.modes")
+BESIDE += ("conf.resume", "unknown_names", "next_turn", "experiment_models")
 
 
 def test_a_run_loads_no_feature_that_it_lacks(tmp_path):

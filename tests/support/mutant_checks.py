@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 
 from conf.compose import compose, compose_checked, set_up
-from conf.resume import job_config, resumed
+from conf.resume import resumed, resumed_if_held
 from envs.data import Table
 from envs.rewards.functions import Function
 from envs.rewards.rewarded import Rewarded
@@ -77,9 +77,9 @@ def sweep(folder: Path) -> None:
     set_up()
     config = compose_checked([TINY])
     OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
-    assert job_config(folder, config)["resume"] == str(folder)
+    assert resumed_if_held(folder, config)["resume"] == str(folder)
     with pytest.raises(ValueError, match=r"kl\.coeff"):
-        job_config(folder, config | {"kl": config["kl"] | {"coeff": 9.0}})
+        resumed_if_held(folder, config | {"kl": config["kl"] | {"coeff": 9.0}})
 
 
 @in_a_folder

@@ -104,7 +104,7 @@ def train_here(folder: Path, *words: str) -> list[dict]:
 def asked(words: Sequence[str]) -> dict[str, Any]:
     """Return the checked configuration of what words ask for: training, a resume or a mode."""
     from conf.compose import compose
-    from conf.sweep import read_job
+    from conf.job import read_job
 
     cfg = compose(words)
     return read_job(cfg, Path(cfg.output_dir or "no such folder"), words, in_sweep=False)

@@ -11,9 +11,8 @@ from policies.cache import build_once, cache_dir
 from policies.contents import content_key, sha256_of_inputs, sha256_of_leash
 from trainer.runs.failures import say
 from trainer.runs.lock import locked
-from trainer.runs.run_files import PREFIX
+from trainer.runs.run_files import PREFIX, Compose
 
-Compose = Callable[[str], dict[str, Any]]  # from the name of an experiment to its configuration
 IRRELEVANT = ("tracker", "launch", "checkpoint", "observers")
 IRRELEVANT += ("mode", "preflight", "allow_targets")
 NO_CHECKPOINTS = {"every": 0, "on_stop": False}  # a stopped warm-up begins again

@@ -24,7 +24,6 @@ import yaml
 
 from policies.files import write_text
 from trainer.pages.report import write_report
-from trainer.runs.experiment_models import Compose, resolve_experiment
 from trainer.runs.failures import (
     LESS_MEMORY,
     REFUSED,
@@ -36,7 +35,7 @@ from trainer.runs.failures import (
 )
 from trainer.runs.folders import SCRIPT, remove_run
 from trainer.runs.lock import RANK0, lock_folder, locked
-from trainer.runs.run_files import load_run, read_status
+from trainer.runs.run_files import PREFIX, Compose, load_run, read_status
 from trainer.runs.run_log import TERMINAL, run_log
 from trainer.stopping import Stopped, stop_reason
 
@@ -104,7 +103,11 @@ def prepare(config: dict[str, Any], folder: Path, *, compose: Compose, worker: W
             return {key: resolve(value) for key, value in node.items()}
         if isinstance(node, list):
             return [resolve(value) for value in node]
-        return resolve_experiment(node, compose, train_first) if isinstance(node, str) else node
+        if not isinstance(node, str) or not node.startswith(PREFIX):
+            return node
+        from trainer.runs.experiment_models import resolve_experiment  # most runs name none
+
+        return resolve_experiment(node, compose, train_first)
 
     folder.mkdir(parents=True, exist_ok=True)
     if (mode := _mode(config)) != "train":

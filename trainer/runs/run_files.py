@@ -6,7 +6,7 @@ line is skipped.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from trainer.runs.lock import is_free
 
 ITERATION = "progress/iteration"
 PREFIX = "experiment:"  # of a model that another experiment trains
+Compose = Callable[[str], dict[str, Any]]  # from the name of that experiment to its configuration
 STATUS = {"state": str, "iteration": int, "seconds": (int, float)}
 STATUS |= {"machine": dict, "notes": list, "inputs": dict}
 PLACES = ("output_dir", "resume")  # keys that name a folder

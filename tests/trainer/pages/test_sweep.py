@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from support.pages import Page, Picture, write_lines, write_status, write_words
 
-from conf.sweep import OPEN, end_sweep
+from conf import sweep as sweeps
 from trainer.pages.__main__ import main
 from trainer.pages.frontier_chart import draw_sweep, pareto
 from trainer.pages.sweep_jobs import Job, Sweep, best, grouped, results
@@ -104,8 +104,8 @@ def test_the_frontier_is_what_no_other_setting_beats(places):
 
 def test_a_sweep_whose_page_cannot_be_written_ends_with_one_line_and_its_results(sweep, capsys):
     (sweep / "sweep.csv").mkdir()
-    OPEN[:] = [(sweep, lock_folder(sweep))]
-    end_sweep()
+    sweeps.OPEN[:] = [(sweep, lock_folder(sweep))]
+    sweeps.end()
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ")
     assert printed.err.count("\n") == 1
