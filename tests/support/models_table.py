@@ -65,8 +65,8 @@ and transformers alone loads it.
 leash compares them at the start of a run.
 
 One family of each kind, {kinds}, trained two iterations of GRPO, with all weights and with \
-LoRA. `kl/ref` was below 1e-6 at iteration 1. Runs on two ranks, by DDP and by FSDP2, were \
-stopped after iteration 1 and resumed; they ended with the weights of the run on one rank.
+LoRA (2e827189). `kl/ref` was below 1e-6 at iteration 1. Runs on two ranks, by DDP and by FSDP2, \
+were stopped after iteration 1 and resumed; they ended with the weights of the run on one rank.
 
 At load leash compares every model, also of a family that is not listed, with the model's own \
 forward: the scores of a row, and logits token by token with other rows in the batch. If they \
