@@ -1,4 +1,4 @@
-"""Bias and variance of the gradients of the KL of a whole response: prints a table of docs/kl.md.
+"""Bias and variance of the gradients of the KL of a whole response, for docs/kl_estimators.md.
 
     python docs/sequence_kl.py
 

@@ -1,4 +1,4 @@
-"""Train with the whole vocabulary and with top-p, exactly: prints a table of docs/kl.md.
+"""Train with the whole vocabulary and with top-p, exactly: prints a table of docs/kl_estimators.md.
 
     PYTHONPATH=. python docs/top_p.py
 

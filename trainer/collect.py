@@ -194,7 +194,7 @@ def check_scored(policy: Generator) -> None:
     if narrowing := policy.limits.unscored():
         raise ValueError(
             f"training expects samples of the full distribution, got {narrowing}; remove these "
-            "keys (docs/kl.md#top-k-top-p-and-min-p)"
+            "keys (docs/kl_estimators.md)"
         )
 
 

@@ -114,7 +114,7 @@ def expected(
 
 
 def truths(policy: Table, ref: Table, sampler: Table | None = None) -> dict[str, Tensor]:
-    """Return what the letters of the table of docs/kl.md stand for."""
+    """Return what the letters of the table of docs/kl_estimators.md stand for."""
     who = sampler or policy
     p, q, o = policy.states(), ref.states().detach(), who.states().detach()
     m = ((p.exp() + q.exp()) / 2).log()

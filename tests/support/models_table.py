@@ -44,33 +44,40 @@ INTRO = """\
 
 <!-- written by `python tests/support/models_table.py` from tests/support/families.yaml -->
 
-Each line is a family of causal language models of transformers, by the `model_type` in its \
-`config.json`. `make test-models` writes a tiny checkpoint of each one with random weights, and \
-compares sampler, scorer and gradient with a plain float32 forward of each row alone. Log-probs \
-differ by less than 1e-5 nats, except where a note says so, the gradient by less than 1e-4 of its \
-length, and the exact KL of the policy to itself is 0, in updates with gradient checkpointing \
-too. "Exact to" is the largest difference of log-probs.
+Each line is a family of causal language models of transformers, named by the `model_type` in \
+its `config.json`. `make test-models` writes a tiny checkpoint of each with random weights and \
+compares leash with transformers:
 
-"Shared prompts": a group computes its prompt once. "Packing": `algorithm.packing=true` works; it \
-is refused for the others. "LoRA": the adapter is on every matrix but embeddings, output head and \
-those named here; "experts": on those of the experts too. It was moved, saved and merged, and \
-transformers alone computes the same with it. "Resumes": after an iteration with all weights, and \
-after one with LoRA, a run went on from its checkpoint to the weights and moments of an unbroken \
-run, equal to the bit; its final model was exported, and transformers alone loads it. "CUDA \
-graphs": sampling on a GPU uses them. "In \
-vLLM": vLLM {version} lists the architecture, which says nothing of its log-probs: leash compares \
-them at the start of a run.
+- **exact to**: largest difference of log-probs, in nats, between sampler or scorer and a plain \
+float32 forward of each row alone. It is below 1e-5, except where a note says so. The gradient \
+differs by less than 1e-4 of its norm. The exact KL of the policy to itself is 0, also in \
+updates with gradient checkpointing.
+- **shared prompts**: a group computes its prompt once.
+- **packing**: `algorithm.packing=true` works. The other families refuse it.
+- **LoRA**: the adapter is on every matrix except embeddings, output head and the names in the \
+cell; "experts" means also on the matrices of the experts. The test moves, saves and merges the \
+adapter, and transformers alone computes the same with it.
+- **resumes**: a run is resumed after one iteration, with all weights and with LoRA. It ends \
+with the weights and moments of an unbroken run, equal to the bit. Its final model is exported, \
+and transformers alone loads it.
+- **CUDA graphs**: sampling on a GPU uses them.
+- **in vLLM**: vLLM {version} lists the architecture. This says nothing about its log-probs; \
+leash compares them at the start of a run.
 
-One family of each kind, {kinds}, trained two iterations of GRPO, all weights and LoRA: `kl/ref` \
-was below 1e-6 at iteration 1, and two ranks by DDP and by FSDP2, broken off after iteration 1 and \
-resumed, trained the weights that one did.
+One family of each kind, {kinds}, trained two iterations of GRPO, with all weights and with \
+LoRA (2e827189). `kl/ref` was below 1e-6 at iteration 1. Runs on two ranks, by DDP and by FSDP2, \
+were stopped after iteration 1 and resumed; they ended with the weights of the run on one rank.
 
-Every model is checked at load, so a family that is not listed is compared too, or ends with one \
-line: its scores of a row, and its logits token by token with other rows beside it, must be those \
-of its own forward (to 1e-3 in float32; in half precision the check is coarse). Weights that a \
-text never reaches (towers of images and sound) are frozen. leash's norms, MLPs and attention \
-replace those of a model only if the model computes the same with them; `policy.kernels=false` \
-switches them off.
+At load leash compares every model, also of a family that is not listed, with the model's own \
+forward: the scores of a row, and logits token by token with other rows in the batch. If they \
+differ by more than 1e-3 in float32, the run ends with one line. In half precision the check is \
+coarse. Weights that a text never reaches (towers of images and sound) are frozen.
+
+leash's norms, MLPs and attention replace the model's only if the model computes the same with \
+them; `policy.kernels=false` switches them off. `policy.compile=true` instead fuses the layers \
+of updates by `torch.compile`. It needs a number of operators that does not grow with the row, \
+so a recurrence computed in a loop (the delta rule of Qwen3-Next and Qwen3.5 without their \
+kernels, Mamba) is refused in one line.
 
 """
 COLUMNS = ("shared prompts", "packing", "LoRA", "resumes", "CUDA graphs", "in vLLM")

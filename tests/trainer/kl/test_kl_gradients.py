@@ -1,4 +1,4 @@
-"""Which KL may act where: the table of docs/kl.md against enumeration, in float64.
+"""Which KL may act where: the table of docs/kl_estimators.md against enumeration, in float64.
 
 A policy of two steps over a vocabulary of four is small enough to sum over all its sequences, so
 the expected gradient of each pair (place, estimator) is exact, for responses of the policy itself
@@ -25,7 +25,7 @@ from trainer.baselines import group_advantage
 from trainer.kl.estimators import ESTIMATORS, PLACES
 from trainer.kl.leash import later_kl
 
-PAGE = Path(__file__).parents[3] / "docs" / "kl.md"
+PAGE = Path(__file__).parents[3] / "docs" / "kl_estimators.md"
 PAIRS = [
     (place, name)
     for place, name in itertools.product(PLACES, ESTIMATORS)

@@ -123,7 +123,7 @@ def counts(policy: list[Tensor], reference: list[Tensor], reward: Tensor) -> lis
 @pytest.mark.runs
 @pytest.mark.parametrize("way", range(len(WAYS)))
 def test_training_with_top_p_counts_a_part_of_its_kl(way):
-    """As docs/kl.md says of its table; training on all tokens ends at the optimum."""
+    """As docs/kl_estimators.md says of its table; training on all tokens ends at the optimum."""
     reference, reward = tasks(3)
     policy, counted = train(WAYS[way], reference, reward, COEFF)
     each = zip(zip(*policy, strict=True), zip(*reference, strict=True), reward, strict=True)
