@@ -1,6 +1,6 @@
 """The shapes in which people publish rows, recognised by their columns.
 
-`SHAPES` is the table of docs/environments.md; the first that fits a file is taken. A `convert`
+`SHAPES` is the table of docs/data.md; the first that fits a file is taken. A `convert`
 gives the columns of a row another form; envs/chat_cells.py then reads both, and the other parts of
 a prompt or response (envs/row_parts.py).
 """

@@ -53,7 +53,7 @@ def test_a_published_shape_is_recognised_and_read(tmp_path, case, suffix):
 
 
 def test_the_page_names_every_shape_and_its_columns():
-    page = (ROOT / "docs" / "environments.md").read_text()
+    page = (ROOT / "docs" / "data.md").read_text()
     listed = dict(re.findall(r"^\| ([^|`]+) \| (`[^|]+) \|", page, re.M))
     for shape in SHAPES:
         assert all(f"`{column}`" in listed[shape.name] for column in shape.needs()), shape.name
