@@ -3,7 +3,7 @@
 # docker run --rm [--gpus all] -v $PWD/outputs:/leash/outputs leash experiment=grpo_tiny
 FROM python:3.11-slim
 ARG TORCH=cpu
-RUN apt-get update -qq && apt-get install -qq -y --no-install-recommends make libtcmalloc-minimal4 \
+RUN apt-get update -qq && apt-get install -qq -y --no-install-recommends make \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /leash
 # Torch first: a change of the code does not fetch it again.
