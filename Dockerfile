@@ -3,13 +3,14 @@
 # docker run --rm [--gpus all] -v $PWD/outputs:/leash/outputs leash experiment=grpo_tiny
 FROM python:3.11-slim
 ARG TORCH=cpu
-RUN apt-get update -qq && apt-get install -qq -y --no-install-recommends make libtcmalloc-minimal4 \
+RUN apt-get update -qq && apt-get install -qq -y --no-install-recommends make \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /leash
 # Torch first: a change of the code does not fetch it again.
 COPY constraints.txt .
-RUN python3.11 -m venv .venv && .venv/bin/pip install --no-cache-dir -q \
-    --index-url https://download.pytorch.org/whl/$TORCH "$(grep '^torch==' constraints.txt)"
+ENV UV_TORCH_BACKEND=$TORCH UV_NO_CACHE=1 UV_COMPILE_BYTECODE=1
+RUN python3.11 -m venv .venv && .venv/bin/pip install --no-cache-dir -q -c constraints.txt uv \
+    && .venv/bin/uv pip install -q -p .venv/bin/python -c constraints.txt torch
 COPY . .
 RUN make setup
 VOLUME /leash/outputs

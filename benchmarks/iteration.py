@@ -8,7 +8,7 @@ of the head, at the shapes and in the dtype of that iteration. Prints seconds pe
 (mean of all, the first included), CPU seconds per later iteration, and the peak of the memory.
 In float32 the floor is printed twice: by torch's products and by leash's
 (policies/models/fast/products.py).
-The launcher of leash preloads tcmalloc where it is installed, TRL runs as it is: set LD_PRELOAD
+The launcher of leash preloads mimalloc, TRL runs as it is: set LD_PRELOAD
 for one allocator in both. TRL is left out where --peer does not exist. Nothing is asserted. The ppo
 cases need a --peer with trl==1.12.0 (benchmarks/ppo_trl.py); their floor has the policy's products
 only.

@@ -24,6 +24,7 @@ def about_machine(device: torch.device, ranks: int) -> dict[str, str | int]:
         name = f"{device.type} ({platform.machine()}, {cpus} cores, {torch.get_num_threads()} used)"
     out: dict[str, str | int] = {"device": name, "ranks": ranks}
     out |= {"python": platform.python_version(), "system": platform.platform(terse=True)}
+    out["allocator"] = Path(os.environ.get("LD_PRELOAD") or "glibc").name
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             out[package] = version(package)

@@ -17,7 +17,7 @@ from conf.run import worker
 from envs.rewards.trl_function import register
 from trainer.runs.experiment_models import resolve_experiment
 from trainer.runs.folders import unique_folder
-from trainer.runs.launch import cores, run, tcmalloc
+from trainer.runs.launch import allocator, cores, run
 from trainer.runs.launch import start as start_run
 from trainer.runs.lock import is_free, locked, locked_by_rank, reserved_gpus
 from trainer.runs.run_files import read_status
@@ -341,9 +341,14 @@ def test_a_signal_stops_a_run_in_this_process_too(tmp_path, monkeypatch, number,
     assert read_status(tmp_path)["state"] == "preempted"
 
 
-def test_tcmalloc_is_that_of_the_python_if_it_has_one(tmp_path, monkeypatch):
+def test_the_allocator_is_mimalloc_of_pypi_else_tcmalloc_of_the_python(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
     file = tmp_path / "lib" / "libtcmalloc.so.4"
     file.parent.mkdir()
     file.touch()
-    assert tcmalloc() == str(file)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert allocator()["LD_PRELOAD"] == str(file)
+    mimalloc = tmp_path / "cmeel.prefix/lib/libmimalloc.so"
+    mimalloc.parent.mkdir(parents=True)
+    mimalloc.touch()
+    assert allocator()["LD_PRELOAD"] == str(mimalloc)

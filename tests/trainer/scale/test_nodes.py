@@ -277,9 +277,10 @@ def test_the_script_for_sbatch_runs_and_goes_on_when_it_is_queued_again(tmp_path
 
 SEEDS = [word.replace("seed=5", "seed=1,2,3") for word in TINY]
 JOBLIB = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+RAY = pytest.param(("hydra/launcher=ray",), marks=pytest.mark.ray)
 
 
-@pytest.mark.parametrize("launcher", [JOBLIB, ("hydra/launcher=submitit_local",)])
+@pytest.mark.parametrize("launcher", [JOBLIB, ("hydra/launcher=submitit_local",), RAY])
 def test_jobs_side_by_side_are_those_in_turn_to_the_bit(launcher, tmp_path):
     words = ["-m", *SEEDS, FOUR]
     for place, more in ("in turn", ()), ("together", launcher):

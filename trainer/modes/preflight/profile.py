@@ -125,9 +125,10 @@ def restart_peak(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    with suppress(OSError, AttributeError):  # return freed memory: glibc's, then tcmalloc's
-        ctypes.CDLL(None).malloc_trim(0)
-        ctypes.CDLL(None).MallocExtension_ReleaseFreeMemory()
+    returns = ("malloc_trim", 0), ("MallocExtension_ReleaseFreeMemory",), ("mi_collect", 1)
+    for name, *arguments in returns:  # freed memory: of glibc, tcmalloc, mimalloc
+        with suppress(OSError, AttributeError):
+            getattr(ctypes.CDLL(None), name)(*arguments)
     with suppress(OSError):  # Linux
         Path("/proc/self/clear_refs").write_text("5")
     return psutil.Process().memory_info().rss
