@@ -1,6 +1,7 @@
 """Train a chat model: python train.py [experiment=...] [key=value ...] [-m] [resume=<run folder>].
 
-preflight=true trains nothing; mode=chat, evaluate, export, frontier use resume=<run folder>.
+preflight=true plays two iterations and keeps nothing; the modes chat, evaluate, export and frontier
+use resume=<run folder>.
 The parent process checks the configuration, starts one process per rank and imports no torch.
 """
 
@@ -16,7 +17,7 @@ for name in ("conf", "envs", "policies", "trainer"):
 try:
     from conf.run import train as train  # the parts of a run and the loop
     from conf.run import worker
-except ModuleNotFoundError as missing:  # probably the system's Python
+except ModuleNotFoundError as missing:  # probably not the Python of .venv
     sys.exit(f"error: {missing}; use .venv/bin/python, which `make setup` creates")
 
 

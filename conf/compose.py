@@ -156,7 +156,7 @@ def explain(error: Exception) -> str:
 
 
 def _line(text: str) -> str:
-    """Return the first line of a message, without OmegaConf's prefix of a resolver's error."""
+    """Return the first line of a message, without the prefix that OmegaConf adds to resolvers."""
     raised = r"^\w+ raised while resolving interpolation: "
     return re.sub(raised, "", text.splitlines()[0]).strip('"')
 

@@ -16,8 +16,8 @@ from trainer.runs.run_files import PLACES, PREFIX
 OF_TRAINER = ("num_iterations", "stop_at", "patience", "overlap", "profile")
 RESUMABLE = (*(f"trainer.{name}" for name in OF_TRAINER), "policy.engine", "observers")
 RESUMABLE += ("tracker", "launch", "checkpoint")
-MOVABLE = ("env.dataset", "env.eval_dataset")  # to a place with the same content
-# Evaluations before and after have the same rows, temperature and frontier.
+MOVABLE = ("env.dataset", "env.eval_dataset")  # the path may change, the content may not
+# Rows, temperature and frontier stay, so that evaluations before and after a resume compare.
 RESUMABLE += ("eval.every", "eval.num_samples", "eval.greedy", "eval.prompts_per_batch")
 
 OF_A_RESUME = (*RESUMABLE, *MOVABLE)
@@ -29,7 +29,7 @@ def resumed(
 ) -> dict[str, Any]:
     """Return a run's saved configuration with `instead` and the keys of `words`, checked.
 
-    `cfg`: Hydra's composition of the words. ValueError for a key outside of `may`.
+    `cfg`: Hydra's composition of the words. Raise ValueError for a key outside of `may`.
     """
     saved: Any = OmegaConf.create(read_saved(Path(folder)))
     for key in (word.partition("=")[0].lstrip("+~") for word in words):
@@ -54,7 +54,7 @@ def is_among(key: str, names: Sequence[str]) -> bool:
 
 
 def read_saved(folder: Path) -> dict[str, Any]:
-    """Read the config.yaml of a run folder; ValueError if it is missing or damaged."""
+    """Read the config.yaml of a run folder; raise ValueError if it is missing or damaged."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise ValueError(f"resume={folder}: expected a run folder with config.yaml, got none")
@@ -76,7 +76,7 @@ def read_saved(folder: Path) -> dict[str, Any]:
 
 
 def damage(tree: dict[str, Any], node: dict[str, Any], path: str = "") -> Iterator[str]:
-    """Yield the missing keys and the values of another type than their keys in a saved node."""
+    """Yield the keys that a saved node lacks, and the keys whose values have a wrong type."""
     for name, key in tree.items():
         at, value = f"{path}{name}", node.get(name)
         if name not in node:
@@ -98,7 +98,7 @@ def job_config(
 ) -> dict[str, Any]:
     """Return the configuration of a run that resumes if its folder, named by `key`, holds it.
 
-    ValueError if the folder holds a run with another configuration.
+    Raise ValueError if the folder holds a run with another configuration.
     """
     if not (folder / "config.yaml").is_file():
         return config

@@ -1,4 +1,4 @@
-"""A run in this process: train() puts its parts together, worker() is one rank of it."""
+"""A run in this process: `train` builds its parts and executes it, `worker` starts one rank."""
 
 import os
 import shutil
@@ -36,14 +36,14 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
     runtime = parts.runtime(folder=folder, seed=cfg.seed)
     # Rank 0 decides: another rank may see the folder after rank 0 has begun it (resume=auto).
     cfg.resume = config["resume"] = runtime.gather(cfg.resume)[0]
-    with runtime, dated(runtime.gather(cfg.date)[0]):  # nodes may have other clocks
+    with runtime, dated(runtime.gather(cfg.date)[0]):  # clocks of nodes may differ
         runtime.write_status(machine=about_machine(runtime.device, runtime.ranks))
 
         # ---- the task, the policy and the environment between them
         task = parts.task()
         try_reward(task)  # finds errors in the data and in the user's reward
         custom = build.custom_observers(cfg, runtime, observers)
-        # For the real device: shards are loaded on the CPU.
+        # By the device that trains: with FSDP2 the weights are loaded on the CPU first.
         autocast = resolve_autocast(cfg.policy.get("autocast"), runtime.device)
         policy = runtime.load(lambda **device: parts.policy(autocast=autocast, **device))
         runtime.write_status(model=policy.files.about(), products=str(policy.scorer.autocast))

@@ -28,7 +28,7 @@ from trainer.metrics import name_of_training, on_host, scores_by_row
 from trainer.runtime import Runtime
 from trainer.transcripts import transcript
 
-TRAIN_FILE = "frontier_train.json"  # of a run: samples of the reference on training rows
+TRAIN_FILE = "frontier_train.json"  # the reference's samples on training rows, in a run folder
 
 
 class Evaluate:
