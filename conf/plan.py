@@ -183,7 +183,7 @@ def _plan(config: Section) -> Plan:
     size, turns = algorithm["group_size"] if samples else 1, env["max_turns"]
     of_task = data_arguments(env) | {key: env[key] for key in ("task", "rewards", "task_weight")}
     tools = make_tools(env["tools"])
-    nodes_of(keys, config["observers"])  # so that a fault ends the run now; rank 0 builds them later
+    nodes_of(keys, config["observers"])  # a fault ends the run now; rank 0 builds them later
     source = keys.give(algorithm["source"], "algorithm", "trainer", objects=("after_rollout",))
     check_rows(keys, source)
     ahead = keys["trainer"]["overlap"] if samples else 0

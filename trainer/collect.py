@@ -39,12 +39,12 @@ class Trajectories:
         self.flags = {name: torch.zeros(size, dtype=torch.bool) for name in FLAGS}
         self.errors = torch.zeros(size, dtype=torch.float64)
         self.parts: dict[str, Tensor] = {}  # name -> [B] float64, NaN if the part never applied
-        self.logged: dict[str, Tensor] = {}  # metric of a transform -> [B] float64, its sum
+        self.logged: dict[str, Tensor] = {}  # metric of a transform -> [B] float64, sum over turns
         self.version = first.get("policy_version")
         self.prompts = _last_contents(first, "prompt")
         self.systems = _system_contents(first)
         self.texts: list[list[str]] = [[] for _ in range(size)]
-        self.messages: list[list[dict]] = [[] for _ in range(size)]  # of chats that went on
+        self.messages: list[list[dict]] = [[] for _ in range(size)]  # only for chats that went on
         ids, assistant = first.get(("tokens", "full")), first.get(("masks", "all_assistant_mask"))
         self.append(torch.arange(size, device=device), prompt, ids=ids, assistant=assistant)
 

@@ -29,7 +29,7 @@ class Demonstrations:
     earlier turns, each turn becomes a row (`rows_by_turn`).
     """
 
-    reads_rows = "demonstrations"  # as algorithm.rows
+    reads_rows = "demonstrations"  # the value of algorithm.rows
 
     def __init__(
         self,

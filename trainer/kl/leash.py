@@ -78,7 +78,7 @@ class Leash:
 
     @property
     def exact_leash(self) -> "Leash | None":
-        """Return the leash whose divergence is exact, so that the update evaluates its reference."""
+        """Return the leash with an exact divergence: the update evaluates its reference."""
         return next((each for each in self.each if each.needs_reference), None)
 
     @property
