@@ -1,8 +1,8 @@
 """launch=fsdp2: shard policy, critic and reference over the ranks before making the optimizer.
 
-Each rank writes and reads its part of a checkpoint. It is written while all ranks wait: a write in
-the background (`async_save`) would need a copy of the shards on the host, a second process group,
-and manifest and name only at a later iteration, after which a stop or an error may come.
+Each rank writes and reads its part of a checkpoint. All ranks wait while it is written, because a
+write in the background (`async_save`) would need a copy of the shards on the host and a second
+process group, and a stop or an error could come before its manifest is written.
 """
 
 import os

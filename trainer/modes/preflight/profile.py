@@ -92,7 +92,7 @@ def profile(loop: Trainer, number: int) -> Iteration:
 
 
 def profile_rest(loop: Trainer) -> dict[str, Phase]:
-    """Play a batch of the evaluation and gather the final model; measure both."""
+    """Evaluate one batch and gather the final model; measure both."""
     phases: dict[str, Phase] = {}
     phase = partial(measure, phases, loop.runtime.device)
     if loop.evaluate.plans:
@@ -125,7 +125,7 @@ def restart_peak(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    with suppress(OSError, AttributeError):  # return freed memory: glibc's, then tcmalloc's
+    with suppress(OSError, AttributeError):  # glibc, then tcmalloc, free memory
         ctypes.CDLL(None).malloc_trim(0)
         ctypes.CDLL(None).MallocExtension_ReleaseFreeMemory()
     with suppress(OSError):  # Linux
