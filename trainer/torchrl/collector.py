@@ -3,8 +3,8 @@
 A row is one turn of one chat: the policy's outputs at the root, the environment's under "next".
 Rows are ragged, so batches are lazy stacks: [B, T] for B parallel chats and T turns. The next
 prompt replaces a finished chat. Training uses trainer/collect.py instead (one dense row per full
-chat); both extend chats with the same functions. Not supported: replay buffers, queues, environment
-pools, remote workers and weight updaters, because only programs written for TorchRL use this class.
+chat); both extend chats with the same functions. Not supported, because no run uses this class:
+replay buffers, queues, environment pools, remote workers and weight updaters.
 """
 
 from collections import deque
