@@ -2,8 +2,8 @@
 
 The reward is the compound score of the PyPI library vaderSentiment (Hutto and Gilbert 2014), from
 -1 to 1: a word list with rules for negation, capitals and exclamation marks. It ignores the
-subject, so only the leash limits how far the policy exploits it (the first experiment of Ziegler et
-al. 2019, arXiv 1909.08593, with a scorer in place of their classifier).
+subject, so only the KL penalty limits how far the policy exploits it (the first experiment of
+Ziegler et al. 2019, arXiv 1909.08593, with a scorer in place of their classifier).
 Train and eval have different subjects.
 """
 
@@ -67,7 +67,7 @@ class Reviews(Task):
 
 
 def _scorer() -> Any:
-    """Return vaderSentiment's scorer; ImportError if it is not installed."""
+    """Return vaderSentiment's scorer; raise ImportError if it is not installed."""
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError:
