@@ -33,7 +33,7 @@ def compose(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
     """Compose the words with the files of conf/ and, in a job, of its other search folders."""
     set_up()
     running = GlobalHydra.instance()
-    outer, running.hydra = running.hydra, None  # the user's own app, or that of conf/cli.py
+    outer, running.hydra = running.hydra, None  # set by the user's Hydra app or by conf/cli.py
     options: Any = {"overrides": [*_searchpath(), *words], "return_hydra_config": with_hydra}
     try:
         with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):

@@ -140,7 +140,7 @@ def sections() -> list[str]:
 
 
 def part_of(group: str, node: dict[str, Any]) -> str:
-    """Return the part of `declared` whose keys are closest to those of a section."""
+    """Return the part of `declared` whose keys are closest to a section's keys."""
     parts = [part for part in declared() if part.partition("=")[0] == group]
     return min(parts, key=lambda part: len(declared()[part].keys() ^ node.keys()))
 

@@ -89,7 +89,7 @@ class Decoding:
         self.logits = out.logits[owner, -1].float()  # [n, V]
 
     def advance(self, sampled: Tensor, active: Tensor) -> None:
-        """Feed the sampled tokens [n] of the rows `active`; the other rows leave."""
+        """Feed the sampled tokens [n] of the rows `active`; drop the other rows."""
         if len(active) < len(sampled):
             self.cache.reorder_cache(active)
             self.mask, self.position = self.mask[active], self.position[active]
@@ -125,7 +125,7 @@ class GraphDecoding(Decoding):
         self._fit()
 
     def advance(self, sampled: Tensor, active: Tensor) -> None:
-        """Feed the sampled tokens [n] of the rows `active`; the other rows leave."""
+        """Feed the sampled tokens [n] of the rows `active`; drop the other rows."""
         self.rows = self.rows[active]  # [n] places in the buffers
         sparse = len(self.ids) > FEW and 2 * len(active) <= len(self.ids)
         if sparse or self.filled == self.mask.shape[-1]:

@@ -193,7 +193,7 @@ def check_model(model: Any) -> int:
             "state, got other values; its head is not supported"
         )
     prompts, mask = ids[:, [0, 1]].repeat(3, 1), every[:, :2].repeat(3, 1)  # [3, 2]
-    prompts[2], mask[2, 0] = 0, False  # the row's first token alone
+    prompts[2], mask[2, 0] = 0, False  # only the row's first token
     with _supported(name, "sampled"):
         state = Decoding(model, prompts, mask)
         first = state.logits  # [3, V]
@@ -261,7 +261,7 @@ def frozen_copy(scorer: Scorer) -> Scorer:
 
 
 def cast_layers(scorer: Scorer) -> None:
-    """Cast the linear layers of a frozen model to the dtype of their products; scores are equal."""
+    """Cast the linear layers of a frozen model to the dtype of their matmuls; scores stay equal."""
     layers = list(scorer.model.modules())
     embeddings = [x.weight for x in layers if isinstance(x, torch.nn.Embedding)]  # shared by a head
     for layer in layers:

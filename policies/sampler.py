@@ -5,7 +5,7 @@ and after the filters (see Filters).
 A token is drawn by inverse CDF from a uniform number that depends only on the row's stream and the
 position, so a response does not depend on the other rows of the batch. If adjacent rows have the
 same prompt, its forward runs once. Finished rows are removed from the batch. Not supported: beam
-search, because its log-probs are not those of a sample (torchrl/generate_kwargs.py has processors).
+search, because it does not sample; logits processors (see torchrl/generate_kwargs.py).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -22,7 +22,7 @@ from policies.random import inverse_cdf, uniforms
 
 @dataclass(frozen=True)
 class Filters:
-    """Which filters to use; the defaults change nothing."""
+    """Filters of the sampling distribution; the defaults filter nothing."""
 
     top_k: int = 0  # the k likeliest tokens; 0 = all
     top_p: float = 1.0  # the likeliest tokens that hold this probability together
@@ -41,7 +41,7 @@ class Filters:
             raise ValueError("expected repetition_penalty > 0, got 0")
 
     def process(self, logits: Tensor, *, seen: Tensor | None, step: int, ends: Tensor) -> Tensor:
-        """Return logits with the penalty on `seen` tokens, before min_new_tokens without `ends`."""
+        """Return logits with the penalty on `seen`, and -inf at `ends` before min_new_tokens."""
         if seen is not None:
             weaker = torch.where(
                 logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty
@@ -121,7 +121,7 @@ class Stop:
     text: Callable[[list[int]], bool] | None = None  # whether a row's response contains a stop text
 
     def __call__(self, responses: Tensor, ids: Tensor) -> Tensor:
-        """Return which responses [n, t] end with their last token, [n] bool; ids as a tensor."""
+        """Return the mask [n] of responses [n, t] that end here; ids: `self.ids` as a tensor."""
         ended = torch.isin(responses[:, -1], ids)
         if self.text is None:
             return ended
@@ -143,8 +143,8 @@ def sample(
 ) -> Sampled:
     """Sample one response to each prompt of [B, T], padded left; temperature 0 is greedy.
 
-    attention [B, T] bool, by default all True; streams [B] int64. Greedy log-probs are those of
-    temperature 1; top-k, top-p and min-p have no effect on greedy sampling.
+    attention [B, T] bool, by default all True; streams [B] int64. Greedy sampling returns log-probs
+    at temperature 1, and top-k, top-p and min-p have no effect.
     """
     attention = torch.ones_like(prompts, dtype=torch.bool) if attention is None else attention
     if not attention.any(-1).all():
@@ -163,7 +163,7 @@ def sample(
     draws = uniforms(streams[:, None], starts[:, None] + steps)  # [B, max_new_tokens]
     state = decode(model, prompts, attention)
     seen = None
-    if filters.repetition_penalty != 1:  # which tokens are in each row so far, [B, V]
+    if filters.repetition_penalty != 1:  # mask of tokens in each row so far, [B, V]
         seen = torch.zeros(size, state.logits.shape[-1], dtype=torch.bool, device=device)
         seen[attention.nonzero()[:, 0], prompts[attention]] = True
     for step in range(max_new_tokens):

@@ -54,7 +54,7 @@ class Placement:
 
 LOCAL = Placement()
 
-# Names in configs of the logits' cap and factors; a model whose head has others is refused at load.
+# Config names of the logits' soft cap and factors; a model with other ones is refused at load.
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon-H1
 DIVISORS = ("logits_scaling",)  # Granite
@@ -88,7 +88,7 @@ class Scorer(nn.Module):
                 f"{type(model).__name__}; derive the class from PreTrainedModel"
             )
         self.model, self.autocast = model, autocast
-        self.critic: Any = None  # a policies.critic.Critic: values of the same forward
+        self.critic: Any = None  # a policies.critic.Critic, for values in the same forward
         self.temperature_factor = 1.0  # also divides the logits, for a teacher
         self.compiled = False  # whether torch.compile fuses the slices of the head
         self.share_prompts = share_prompts and layouts.takes_masks(model.config)
@@ -281,7 +281,7 @@ def _first(config: Any, names: Sequence[str]) -> float | None:
 
 
 def imbalance(routers: Sequence[Tensor], keep: Tensor, *, chosen: int) -> Tensor:
-    """Return the load-balancing loss of each kept token, [K]; balanced experts have 1.
+    """Return the load-balancing loss of each kept token, [K]; it is 1 for balanced experts.
 
     routers: outputs [K, E] of each router for the states that predict the kept tokens. The loss of
     a token is the mean over routers of sum_e f[e] p[e]. p is the softmax. f[e] is E / chosen times

@@ -161,7 +161,7 @@ def name_of_training(name: str) -> str:
 
 
 def scores_by_row(batch: TensorDictBase, rows: list[int]) -> dict[int, dict[str, list]]:
-    """Return reward, success and KL (if measured) of the responses to each row, by row.
+    """Return {row: reward, success and KL, if measured, of its responses}.
 
     Dropped rows are left out.
     """

@@ -32,7 +32,7 @@ class Terms:
 
 
 class Objective(Protocol):
-    """Interface of an objective; its KL terms are those of `Leash.loss_term`."""
+    """Interface of an objective; `Leash.loss_term` returns its KL terms."""
 
     reads: tuple[NestedKey, ...]
 

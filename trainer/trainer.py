@@ -2,7 +2,7 @@
 
     batch = source(i)            rollouts (reset -> generate -> step until done) or demonstrations
     batch = retrieve_kl(batch)   reference log-probs and the per-token KL, once per trajectory
-    batch = advantage(batch)     reward minus the KL penalty (if there); group baseline or GAE
+    batch = advantage(batch)     reward, minus the KL if kl.where=reward; group baseline or GAE
     metrics = update(batch)      epochs x minibatches x micro-batches; only this needs gradients
     weight_sync(policy, gen)     new weights for the generator, unless it is the policy
     retrieve_kl.refresh(i)       new weights for the reference, if configured
@@ -75,7 +75,7 @@ class Trainer:
         """Train to the last iteration; return the sweep metric."""
         if resume:
             restore_run(self)
-        self.last_sync = push_weights(self.policy, self.generator)  # an engine has start weights
+        self.last_sync = push_weights(self.policy, self.generator)  # an engine starts with others
         gc.freeze()  # garbage collection skips the objects of the set-up
         self.runtime.stops.on_stop = self.observers.stopping
         about = {"iteration": self.progress.iteration, "inputs": self.inputs}

@@ -38,7 +38,7 @@ SUBJECTS: dict[Split, tuple[str, ...]] = {
 class Reviews(Task):
     """Requests such as "Write a one-sentence review of a hotel room.".
 
-    The reward is the score; a response that was cut off earns at most half of it. A reward above
+    The reward is the score; a response that was cut off gets at most half of it. A reward above
     0.5 is right.
 
     >>> task = Reviews()

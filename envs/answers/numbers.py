@@ -3,8 +3,7 @@
 import re
 from fractions import Fraction
 
-# A minus after a letter or digit is a dash ("5-3" ends in 3). At most 40 digits, to bound the cost
-# of endless digits.
+# A minus after a letter or digit is a dash ("5-3" ends in 3). At most 40 digits, to bound the cost.
 EXPONENT = r"(?:[eE][+-]?\d+)?"
 NUMBER = re.compile(
     r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?!\d)"

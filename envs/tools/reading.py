@@ -1,8 +1,8 @@
 """Read the tool calls of a response in the format of the model's chat template.
 
 To find the format, leash renders a chat with made-up calls and tries response templates until one
-reads the calls back: first the tokenizer's own, then those of formats.yaml. Not supported: formats
-that write calls as Python code, because response templates cannot parse it.
+reads the calls back: first the tokenizer's, then formats.yaml. Not supported: formats that write
+calls as Python code, because response templates cannot parse it.
 """
 
 import json

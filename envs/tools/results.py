@@ -28,7 +28,7 @@ class ToolTransformBase(Transform):
     """
 
     tool_role = "tool"
-    chats: Sequence[list[dict[str, Any]]] = ()  # of this step, the responses last
+    chats: Sequence[list[dict[str, Any]]] = ()  # chats of this step, each ends with its response
 
     def _process_batch_item(self, content: str, index: int) -> Results:
         raise NotImplementedError(f"{type(self).__name__} has no _process_batch_item")

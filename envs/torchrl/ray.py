@@ -38,7 +38,7 @@ class RayTransform(SpecHooks):
     """Run a transform in a Ray actor, shared by every RayTransform of the same `actor_name`.
 
     `make(**kwargs)`, a class or any function, builds the transform once in the actor. Functions of
-    the main script are pickled, those of a module are imported there (PYTHONPATH). The actor has
+    the main script are pickled, functions of a module are imported there (PYTHONPATH). It has
     `num_cpus` (default 1; also its threads) and `num_gpus` (default 0); the transform and its
     inputs move to `device` there. An actor with a name lives until `close()` or the end of Ray; an
     actor without a name dies with its only user. Raise ValueError if users of one name pass

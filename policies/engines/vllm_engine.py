@@ -38,7 +38,7 @@ class EngineResponse:
     ids: Sequence[int]
     log_probs: Sequence[float]
     ended: bool
-    scores: Sequence[float]  # of every token but the first, if requested
+    scores: Sequence[float]  # log-prob of every token but the first, if requested
 
 
 class VLLMEngine(nn.Module):
@@ -80,7 +80,7 @@ class VLLMEngine(nn.Module):
         for name, value in facts.items():
             setattr(self, name, value)
         self.about = f"{about}, {str(self.dtype).removeprefix('torch.')}"
-        self.device = torch.device("cpu")  # of input and output ids
+        self.device = torch.device("cpu")  # device of input and output ids
         self.tolerance: float | None = None  # largest difference at a probe, nats; None = by dtype
 
     def params(self, *, temperature: float, **more: Any) -> partial[Any]:

@@ -237,7 +237,7 @@ class ChatRewards:
 def load_reward_model(model: str, **options: Any) -> TransformersPolicy:
     """Load `model` as a policy for the trainer, with a reward model on its body.
 
-    Arguments are those of `load_policy`; the result cannot generate.
+    Arguments: see `load_policy`. The result cannot generate.
     """
     policy = load_policy(model, **options)
     if has_adapter(policy.model):

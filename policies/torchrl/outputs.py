@@ -95,7 +95,7 @@ class OutputFormat:
 
 
 def input_device(td: TensorDictBase) -> torch.device:
-    """Return the device of a td: its own, else that of its first tensor, else the CPU."""
+    """Return the device of a td or, if it has none, of its first tensor, else the CPU."""
     return _device_of(td) or torch.device("cpu")
 
 

@@ -39,7 +39,7 @@ class KLControllerBase:
     def update(self, kl_values: Sequence[float]) -> float:
         """Return the next coefficient from the KL (nats) of each sequence of an iteration.
 
-        Without values, a coefficient that follows the KL stays.
+        Without values, a coefficient that follows the KL does not change.
         """
         raise NotImplementedError(f"{type(self).__name__} has no update: override it")
 
@@ -140,7 +140,7 @@ class TargetKLController(KLControllerBase):
         responses: int = 0,
         model: Any = None,
     ) -> None:
-        if not coeff > 0:  # 0 would stay 0
+        if not coeff > 0:  # a product with 0 stays 0
             raise ValueError(f"expected kl.coeff > 0 of a controller that multiplies, got {coeff}")
         if horizon <= MAX_ERROR * responses:  # the coefficient could become negative
             least = f"{MAX_ERROR * responses:g}, a fifth of an iteration's {responses} responses"
@@ -149,7 +149,7 @@ class TargetKLController(KLControllerBase):
         self.target, self.horizon = float(target), float(horizon)
 
     def update(self, kl_values: Sequence[float]) -> float:
-        """Return the next coefficient; without values it stays."""
+        """Return the next coefficient; without values it does not change."""
         if not (values := floats(kl_values)):
             return self.coeff
         error = sum(values) / len(values) / self.target - 1
@@ -160,7 +160,7 @@ class TargetKLController(KLControllerBase):
 class AdaptiveKLController(TargetKLController):
     """`TargetKLController` with TorchRL's convention: `update` takes KL rewards, -coeff * KL.
 
-    `target` has the unit of that KL.
+    `target` has the unit of this KL.
 
     >>> control = AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=10)
     >>> round(control.update([-0.1 * 12.0] * 5), 6)
@@ -175,7 +175,7 @@ class AdaptiveKLController(TargetKLController):
         super().__init__(init_kl_coef, target=target, horizon=horizon, model=model)
 
     def update(self, kl_values: Sequence[float]) -> float:
-        """Return the next coefficient from KL rewards; without rewards it stays."""
+        """Return the next coefficient from KL rewards; without rewards it does not change."""
         return super().update([-value / self.coeff for value in floats(kl_values)])
 
 
@@ -223,7 +223,7 @@ class BudgetKLController(KLControllerBase):
         return twice / math.expm1(twice)
 
     def update(self, kl_values: Sequence[float]) -> float:
-        """Return the next coefficient; without values it stays."""
+        """Return the next coefficient; without values it does not change."""
         if not (values := floats(kl_values)):
             return self.coeff
         ratio = max(sum(values) / len(values) / self.target, math.exp(-1))

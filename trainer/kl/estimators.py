@@ -130,7 +130,7 @@ def find_estimator(estimator: str | Estimator) -> Estimator:
 def check_place(
     where: str, estimator: str | Estimator, *, allow_biased: bool = False, section: str = "kl"
 ) -> None:
-    """Raise ValueError if the estimator's expected gradient in this place is not that of a KL.
+    """Raise ValueError if the estimator's expected gradient here is not the gradient of a KL.
 
     `allow_biased` allows it if the estimator can be computed there. `section`: kl or teacher.
     """

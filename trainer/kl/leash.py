@@ -27,7 +27,7 @@ class Leash:
     selects which of them applies the penalty. With "sequence" it is `loss_term`, which then also
     uses the KL after each token, `later_kl`; the update adds it to the batch. `controller` sets the
     coefficient; `estimator` is a name in trainer/kl/estimators.py or an `Estimator`. Raise
-    ValueError if the expected gradient of `estimator` in the place `where` is not that of a KL,
+    ValueError if `estimator`, in the place `where`, does not have the expected gradient of a KL,
     unless `allow_biased`. `jsd_weight` is the weight of the reference in the mixture of "jsd". A
     token whose KL in the loss is above `cap` nats counts as `cap`, without a gradient.
     `teacher` is a second Leash, named "teacher": the same calls apply both penalties. At most one

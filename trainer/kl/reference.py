@@ -74,7 +74,7 @@ class Reference:
         if self.hint is None:
             if not keep_states or not self._fits(batch):
                 return self.retrieve(batch)
-            return self.retrieve[1](self._with_states(batch))  # its KLComputation
+            return self.retrieve[1](self._with_states(batch))  # KLComputation alone
         hinted, sampled = self.hint(batch), batch.get(RESPONSE)  # [B, T]
         hinted = self._with_states(hinted) if keep_states else self.retrieve[0](hinted)
         for key in (self.names.log_probs, *(["ref_states"] if keep_states else [])):
@@ -111,7 +111,7 @@ class Reference:
 
     @torch.no_grad()
     def refresh(self, iteration: int) -> None:
-        """Move towards the policy if `iteration` finished iterations are a multiple of `every`."""
+        """Move the weights towards the policy if `iteration` is a multiple of `every`."""
         if self.every and iteration % self.every == 0:
             for old, new in self.pairs.values():
                 # With weight 1 this is exactly the policy; half-precision shards round to it.

@@ -1,4 +1,4 @@
-"""Diagnose the problems of a run from its metrics alone.
+"""Diagnose the problems of a run from its metrics.
 
 A rule is a pure function of the past metrics: it returns the values for its text, or None.
 diagnosis.yaml has the texts and the threshold rules. A finding is repeated only after `QUIET`

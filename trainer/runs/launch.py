@@ -40,8 +40,8 @@ from trainer.runs.run_files import load_run, read_status
 from trainer.runs.run_log import TERMINAL, run_log
 from trainer.stopping import Stopped, stop_reason
 
-# Variables that ranks do not inherit: those of an outer launcher, and PYTHONOPTIMIZE, which removes
-# the docstrings that transformers reads.
+# Variables that ranks do not inherit: an outer launcher's, and PYTHONOPTIMIZE, which removes the
+# docstrings that transformers reads.
 RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 RANK |= {"PYTHONOPTIMIZE", "SLURM_STEP_ID"}
 STOPPED = 143  # exit code of a rank that stopped on request

@@ -1,7 +1,7 @@
 """Layers for a loaded model: norms and MLPs that save less for the backward, faster linear layers.
 
 The norm saves its input, the MLP the outputs of gate and up; autograd would also save casts,
-products and outputs of the activation. A bfloat16 iteration of SmolLM2 takes 4.1, not 4.5 GiB.
+matmuls and outputs of the activation. A bfloat16 iteration of SmolLM2 takes 4.1, not 4.5 GiB.
 """
 
 import contextlib

@@ -75,7 +75,7 @@ class AccelerateTracker(Mirror):
         return {}
 
     def _log(self, line: dict[str, float], iteration: int) -> None:
-        named = {name.replace("@", "_at_"): value for name, value in line.items()}  # of MLflow
+        named = {name.replace("@", "_at_"): value for name, value in line.items()}  # for MLflow
         self._tracker.log(named, step=iteration)
 
     def _stop(self, state: str) -> None:

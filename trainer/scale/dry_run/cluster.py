@@ -1,4 +1,4 @@
-"""preflight_gpu=<GiB>: a dry run of launch.num_processes GPUs, from shapes alone, on one CPU.
+"""preflight_gpu=<GiB>: a dry run of launch.num_processes GPUs, only from shapes, on one CPU.
 
 One process plays rank 0 with the run's own scorer, shards, optimizer and checkpoint on fake tensors
 and books their bytes. The model needs no weights: a folder with a config.json or a name of

@@ -1,4 +1,4 @@
-"""Run code of a rank by shapes alone: fake tensors, a fake process group, and a ledger of bytes."""
+"""Run code of a rank only by shapes: fake tensors, a fake process group, and a ledger of bytes."""
 
 import weakref
 from collections import Counter
