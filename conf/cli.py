@@ -24,7 +24,7 @@ from trainer.runs.lock import locked, reserved_gpus
 from trainer.runs.run_files import read_status, read_yaml
 from trainer.runs.run_log import run_log
 
-TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # set by srun and mpirun
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and mpirun
 
 
 def cli() -> int:

@@ -34,7 +34,7 @@ from trainer.runs.run_log import VERBOSE
 
 MULTIRUN = ("-m", "--multirun")
 AUTO = "resume=auto (also torchrun --max-restarts)"
-OPEN: list[tuple[Path, Any]] = []  # folder and lock of this process's sweep
+OPEN: list[tuple[Path, Any]] = []  # folder and lock of the sweep of this process
 
 
 class SweepCallback(Callback):
@@ -69,11 +69,11 @@ class SweepCallback(Callback):
 
 
 def end_sweep() -> None:
-    """Write the final page of this process's sweep, if it has one, after any kind of end."""
+    """Write the final page of the sweep of this process, if any, after any kind of end."""
     for folder, lock in OPEN:
         try:
             _note_end(folder)
-            hide_secrets(folder)  # in multirun.yaml
+            hide_secrets(folder)  # of multirun.yaml
             page = f"sweep    {_write_page(folder)}"
         except (*FAULTS, OSError) as error:  # a full disk
             print_error(ValueError(explain(error)))
@@ -137,7 +137,7 @@ def read_job(
             config = job_config(folder, config)
         if not (in_sweep or config["resume"]) and is_main_rank() and holds_run(folder):
             raise ValueError(f"{folder} already holds a run; resume it by resume={folder}")
-    nothing_left(config)  # raises ValueError for fewer iterations than the run has done
+    nothing_left(config)  # ValueError for fewer iterations than the run has
     return config
 
 

@@ -166,7 +166,7 @@ class Renderer:
         return [*ids, *new_ids]
 
     def _gap(self, stand_in: StandIn) -> Gap:
-        """Return the template's text between response and next turn, cached by the stand-in."""
+        """Return the gap, shared by chats that differ in contents only."""
         key = f"{stand_in.size}{stand_in.chat}"
         gap = self._gaps.get(key)
         if gap is None:

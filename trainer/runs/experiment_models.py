@@ -13,7 +13,7 @@ from trainer.runs.failures import say
 from trainer.runs.lock import locked
 from trainer.runs.run_files import PREFIX
 
-Compose = Callable[[str], dict[str, Any]]  # maps the name of an experiment to its configuration
+Compose = Callable[[str], dict[str, Any]]  # from the name of an experiment to its configuration
 IRRELEVANT = ("tracker", "launch", "checkpoint", "observers")
 IRRELEVANT += ("mode", "preflight", "allow_targets")
 NO_CHECKPOINTS = {"every": 0, "on_stop": False}  # a stopped warm-up starts anew

@@ -18,7 +18,7 @@ from policies.files import write_text
 from trainer.runs.lock import is_free
 
 ITERATION = "progress/iteration"
-PREFIX = "experiment:"  # begins the name of a model that another experiment trains
+PREFIX = "experiment:"  # of a model that another experiment trains
 STATUS = {"state": str, "iteration": int, "seconds": (int, float)}
 STATUS |= {"machine": dict, "notes": list, "inputs": dict}
 PLACES = ("output_dir", "resume")  # keys that name a folder
