@@ -76,8 +76,6 @@ class Transform(nn.Module):
             f"{type(self).__name__} needs _apply_transform(value), _call(td) or _step(td, next_td)"
         )
 
-    # Mounting.
-
     def set_container(self, container: Any) -> None:
         """Store the environment or Compose of this transform; raise ValueError for a second one."""
         if self._container is not None:

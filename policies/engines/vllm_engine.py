@@ -173,8 +173,6 @@ class VLLMEngine(nn.Module):
         done = self._run(rows, [params] * len(rows))
         return [torch.tensor(response.scores, dtype=torch.float32) for response in done]
 
-    # Calls of vLLM.
-
     def _params(self, **fields: Any) -> Any:
         return _vllm().SamplingParams(flat_logprobs=True, **fields)  # vLLM checks the ranges
 

@@ -25,7 +25,6 @@ ALIASES = {
     "stop_strings": "stop",
 }
 FILTERS = tuple(asdict(NO_FILTERS))
-# Implemented by the sampler.
 SAMPLER = (*FILTERS, "temperature", "do_sample", "max_new_tokens", "max_prompt_tokens", "stop")
 SAMPLER += ("max_rows",)
 SAMPLER += ("num_return_sequences", "eos_token_id", "pad_token_id", "skip_special_tokens")

@@ -159,8 +159,6 @@ class InputReader:
         sizes = torch.tensor([len(row) for row in prompt], device=self.policy.device)[:, None]
         return seq.attention & (seq.attention.cumsum(-1) > sizes)
 
-    # Histories and texts.
-
     def _fresh(
         self, td: TensorDictBase, field: str, records: Records | None, side: str
     ) -> Sequences:
@@ -195,8 +193,6 @@ class InputReader:
                 got = [len(mask) for mask in masks]
                 raise ValueError(f"expected {key} with an entry for each id, {sizes}, got {got}")
         return self.policy.padded(ids, side)
-
-    # Masks.
 
     def _mask_of(
         self, td: TensorDictBase, tokens: Tensor, key: NestedKey, side: str, *, strict: bool

@@ -38,7 +38,6 @@ class Leash:
     0.1
     """
 
-    # Keys that `charge_reward` and `loss_term` read.
     reward_reads: ClassVar = batch_keys(
         "reward_raw", "loss_mask", "kl_penalty", ("log_probs", "full"), ("ref_log_probs", "full")
     )
