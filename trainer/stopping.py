@@ -35,9 +35,9 @@ def stop_reason(number: int) -> str:
 class StopSignals:
     """Turn SIGINT, SIGTERM and the loss of the launcher into `Stopped`, on all ranks together.
 
-    A signal raises at `check`; within `stoppable`, and during the set-up of a run with one rank, it
-    raises at once. A second signal calls `at_second(reason)` and exits. A SIGTERM within AGAIN
-    seconds of the first is not a second one: both Slurm and torchrun signal the ranks.
+    A signal raises at `check`. In a run with one rank it raises at once during the set-up and
+    within `stoppable`. A second signal calls `at_second(reason)` and exits; a SIGTERM within AGAIN
+    seconds of the first does not count, because Slurm and torchrun both signal the ranks.
     `all_reduce_max`: see Runtime.
     """
 
