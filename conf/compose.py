@@ -45,7 +45,7 @@ def compose(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
 
 
 def _searchpath() -> list[str]:
-    """Return the override that names the folders of this job, in their order, beside conf/."""
+    """Return the override that names this job's configuration folders other than conf/."""
     job: Any = HydraConfig.instance().cfg
     sources = job.hydra.runtime.config_sources if job else ()
     named = [source for source in sources if source.provider not in ("hydra", "schema")]

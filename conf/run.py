@@ -83,7 +83,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
             reference=references[exact.name].scorer if exact else None,
         )
 
-        # ---- beside the loop: evaluations and checkpoints
+        # ---- outside the loop: evaluations and checkpoints
         evaluate = trainer.Evaluate(
             task=task,
             env=env,

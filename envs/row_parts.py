@@ -71,7 +71,7 @@ class Parts:
 def find_parts(
     table: Table, columns: Mapping[str, str | None], shape: Shape, *, pairs: bool
 ) -> Parts:
-    """Return the parts of a table beside the columns of its `shape` (envs/shapes.py).
+    """Return the parts of a table in other columns than those of its `shape` (envs/shapes.py).
 
     `columns`: env.columns; null ignores a column. Responses of `pairs` have no parts; other
     responses have a solution only if the answer column is a bare answer.

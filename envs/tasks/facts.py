@@ -28,7 +28,7 @@ LETTERS = str.maketrans(
 class Facts(Task):
     """Questions such as "What is the capital of France?".
 
-    A row has "kind", "subject" and "answers" (the names that count) beside its messages.
+    A row also has "kind", "subject" and "answers" (the names that are right).
 
     >>> task = Facts()
     >>> row = next(row for row in task.rows("train") if row["subject"] == "France")

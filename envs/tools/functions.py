@@ -70,7 +70,7 @@ class TypedTool:
 
     @property
     def at_once(self) -> int:
-        """Return how many calls run at a time; 0: none runs beside a call of any tool."""
+        """Return how many calls run at a time; 0: no other call runs at the same time."""
         return getattr(self.function, "at_once", AT_ONCE if is_async(self.function) else 0)
 
     @property

@@ -67,7 +67,7 @@ class PromptData(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArg
         """Tokenise a data set.
 
         `dataset_name`: a .jsonl, .json, .csv or .parquet file, a hub id, or with `from_disk` the
-        folder of a saved `datasets` data set. `split` applies to the latter two: a file has only
+        folder of a saved `datasets` data set. `split` is for hub ids and folders: a file has only
         "train". `tokenizer`: a tokenizer, a folder or a hub id. Rows of more than
         `max_length` tokens are dropped with a warning.
         """
