@@ -1,8 +1,8 @@
 """TorchRL's ChatEnv and DatasetChatEnv: chats as messages, texts or ids, with or without a task.
 
 Without a task the env only appends messages; rewards, tools and limits must come from transforms.
-`DatasetChatEnv` takes its prompts from a data set. Not supported: data loading in a Ray actor,
-because rows are read in this process; primers, because reset keys come from the rows.
+`DatasetChatEnv` takes its prompts from a data set, which it reads in this process, without a Ray
+actor. Not supported: primers, because reset keys come from the rows.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ root, the scorer, so that a tied head is complete in its forward. Weights are co
 equally often: a rank without rows runs a dummy. Trained half-precision weights have float32
 masters in the shards and are half precision when gathered.
 
-In a mesh of two dimensions the second has the shards and the first has copies (HSDP). Not
-supported: tensor and sequence parallelism, because they need code per model family.
+In a mesh of two dimensions the second has the shards and the first has copies (HSDP). Tensor and
+sequence parallelism are not supported: docs/scaling.md says where to stop.
 """
 
 import copy
