@@ -259,7 +259,7 @@ def _responses(cfg: Config) -> Iterator[str]:
             yield "expected policy.temperature > 0, got 0: greedy responses of a group are the same"
         for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
             if policy[name] != off:
-                why = "training scores without it, docs/kl.md#top-k-top-p-and-min-p"
+                why = "its KL is not that of the samples, docs/kl.md#top-k-top-p-and-min-p"
                 yield f"expected policy.{name}={off} in training, got {policy[name]}: {why}"
     turns, limit = cfg["env"]["max_turns"], policy["max_new_tokens"]
     for path, function in walk(algorithm["after_rollout"], "algorithm.after_rollout"):

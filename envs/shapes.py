@@ -1,8 +1,8 @@
 """The shapes in which people publish rows, recognised by their columns.
 
-`SHAPES` is the table of docs/environments.md; the first shape that fits a file is taken. A
-`convert` gives the columns of a row another form. envs/chat_cells.py then reads prompt, response
-and their other parts (envs/row_parts.py).
+`SHAPES` is the table of docs/environments.md; the first that fits a file is taken. A `convert`
+gives the columns of a row another form; envs/chat_cells.py then reads both, and the other parts of
+a prompt or response (envs/row_parts.py).
 """
 
 import re

@@ -2,7 +2,7 @@
 
 All tensors are [B, T]; KL values are in nats. envs/transforms/kl.py measures k1, gen - ref, of each
 batch. To add an estimator, add a row to ESTIMATORS: the keys, the checks, `Leash` and the tests
-read it. Your own estimator is a function that returns an `Estimator`: kl.estimator={_target_:
+read it. One of your own is a function that returns an `Estimator`: kl.estimator={_target_:
 my_kl.mine} (docs/kl.md).
 """
 
