@@ -24,8 +24,8 @@ from policies.files import sha256_of_path, sha256_of_texts
 TEXTS = (".json", ".jinja", ".txt", ".model")  # files of a model folder other than weights
 # Keys that name files and folders.
 INPUTS = ("dataset", "eval_dataset", "chat_template", "model", "reference", "reward_model")
-WEIGHED = ("policy.model", "kl.reference", "teacher.reference")  # hashed when loaded
-VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")  # unresolved in a saved configuration
+WEIGHED = ("policy.model", "kl.reference", "teacher.reference")  # their weights have a hash
+VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")  # not resolved in a configuration to be saved
 ADAPTER = "adapter_config.json"
 CODE = ("envs", "policies", "trainer")  # leash's packages; conf/ is in each configuration
 

@@ -339,8 +339,7 @@ def score_in_parts(
 ) -> Tensor:
     """Return log-probs [B, T], computed in parts of at most `limit` padded tokens; None: no limit.
 
-    `score`: a scorer, or its method `values` or `states` to compute these instead. `options`: more
-    arguments.
+    `score`: a scorer, or its method `values` or `states`, for these; `options`: more arguments.
     """
     given = (tokens, attention, keep, group_id, temperature)
     inputs: list[Any] = [x.cpu() if isinstance(x, Tensor) else x for x in given]

@@ -151,7 +151,7 @@ def explained_variance(sums: dict[str, float]) -> float:
 
 
 def name_of_training(name: str) -> str:
-    """Return the name that a metric of held-out rows has for training rows.
+    """Return the name of a metric for training rows.
 
     >>> name_of_training("eval/reward"), name_of_training("kl/efficiency")
     ('eval_train/reward', 'kl/efficiency_train')

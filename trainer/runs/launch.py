@@ -238,11 +238,11 @@ def _start_ranks(
     env |= {"OMP_NUM_THREADS": str(threads), "LEASH_PARENT": str(os.getpid())}
     env.setdefault("LD_PRELOAD", tcmalloc())
     if "tcmalloc" in env["LD_PRELOAD"]:
-        env.setdefault("TCMALLOC_RELEASE_RATE", "0")  # keep pages, so that each faults only once
+        env.setdefault("TCMALLOC_RELEASE_RATE", "0")  # pages stay, so that each faults once
     else:
         env.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: fewer page faults
     if "OMP_WAIT_POLICY" not in env:
-        env.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads soon sleep
+        env.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads yield to other programs soon
     if ranks > 1:
         env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -254,7 +254,7 @@ def _start_ranks(
 
 
 def tcmalloc() -> str:
-    """Return the path of tcmalloc, which reuses memory sooner than glibc, or "" if missing."""
+    """Return the path of tcmalloc, which reuses memory sooner than glibc, or "" without it."""
     system = "/usr/local/lib", "/usr/lib64", f"/usr/lib/{platform.machine()}-linux-gnu"
     folders, kinds = (f"{sys.base_prefix}/lib", *system), ("_minimal", "")
     files = (Path(at, f"libtcmalloc{kind}.so.4") for at in folders for kind in kinds)

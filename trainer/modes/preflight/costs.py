@@ -115,7 +115,7 @@ def check_time(
         evaluate, beside = loop.evaluate, loop.evaluate.beside
         times = 1 + sum(evaluate.due(i, total) for i in range(1, total + 1))
         count = len(evaluate.rows) + (len(beside.rows) if beside else 0)
-        few = min(evaluate.prompts_per_batch * loop.runtime.ranks, len(evaluate.rows))  # done
+        few = min(evaluate.prompts_per_batch * loop.runtime.ranks, len(evaluate.rows))  # played
         seconds += times * rest["evaluation"].seconds * count / max(few, 1)
     length = float(second.batch.get("loss_mask").sum(-1).float().mean())
     findings.say(

@@ -125,7 +125,7 @@ def restart_peak(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    with suppress(OSError, AttributeError):  # glibc, then tcmalloc, free memory
+    with suppress(OSError, AttributeError):  # return freed memory: glibc's, then tcmalloc's
         ctypes.CDLL(None).malloc_trim(0)
         ctypes.CDLL(None).MallocExtension_ReleaseFreeMemory()
     with suppress(OSError):  # Linux
