@@ -47,7 +47,7 @@ def train(
     cells in row["columns"]. A tenth of the rows is held out without `eval_rows`. `observers`:
     trainer.Observer objects. `overrides`: keys of the configuration, `kl={"coeff": 0.1}`,
     `algorithm="rloo"`, `**{"trainer.num_iterations": 20}`.
-    ValueError: as on the command line. The model is in `run.folder / "model"`.
+    Raise ValueError as the command line does. The model is in `run.folder / "model"`.
     """
     if (mode := overrides.get("mode", "train")) != "train":
         command = f"python train.py mode={mode} resume=<run folder>"
@@ -85,7 +85,7 @@ def train(
 
 
 def _named(reward: Any) -> Mapping[str, Any]:
-    """Return the rewards by name; a single function has its own name."""
+    """Return the rewards by name; a single function goes by its `__name__`."""
     if reward is None or isinstance(reward, Mapping):
         return reward or {}
     name = getattr(reward, "__name__", "reward")

@@ -21,14 +21,14 @@ from envs.tasks.task import rewards_anything
 from trainer.kl.controllers import CONTROLLERS, KLControllerBase
 from trainer.kl.estimators import find_estimator
 
-# Keys of env that a task may take.
+# Keys of env that are arguments of tasks.
 DATA = ("dataset", "eval_dataset", "columns", "split", "eval_split", "skip_bad_rows", "match")
 Section = Mapping[str, Any]  # a part of the configuration
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def find_target(target: str) -> Any:
-    """Import the object that a `_target_` names; ValueError if its module lacks the name."""
+    """Import the object that a `_target_` names; raise ValueError if its module lacks the name."""
     module, _, name = target.rpartition(".")
     try:
         loaded = import_module(module)
@@ -63,7 +63,7 @@ def arguments_of(thing: Any) -> tuple[list[str], bool]:
 
 
 def arguments_of_node(node: Section) -> tuple[list[str], bool]:
-    """Return `arguments_of` the target of a node; ValueError for a key that it does not take."""
+    """Return `arguments_of` a node's target; raise ValueError for a key that it does not take."""
     names, takes_any = arguments_of(find_target(node["_target_"]))
     unknown = [key for key in node if key not in names and not key.startswith("_")]
     if unknown and not takes_any:
@@ -75,8 +75,8 @@ def arguments_of_node(node: Section) -> tuple[list[str], bool]:
 def build(node: Section, **parts: Any) -> Any:
     """Build the object that a node's _target_ names.
 
-    The arguments are the keys of the node, and those of the `parts` that are in the signature
-    (with **kwargs: all). ValueError if the target does not take a node's key.
+    The arguments are the keys of the node, and the `parts` whose names are in the signature (with
+    **kwargs: all). Raise ValueError if the target does not take a key of the node.
     """
     node = _plain(node)
     known, takes_any = arguments_of_node(node)
@@ -125,7 +125,7 @@ def make_tools(nodes: Section) -> dict[str, Any]:
     for name, node in nodes.items():
         if not node:
             continue
-        arguments_of_node(node)  # refuses a key that it does not take
+        arguments_of_node(node)  # raises ValueError for a key that the tool does not take
         target, fixed = find_target(node["_target_"]), dict(node)
         del fixed["_target_"]
         maker = None
@@ -154,7 +154,7 @@ def make_controller(kl: Section, section: str = "kl", **facts: Any) -> KLControl
     """Build the controller of kl.controller; torch-free.
 
     It gets the keys of kl.* and the `facts` of the run (see CONTROLLERS) that are its arguments.
-    `section` is the name of `kl`, or teacher. ValueError for a missing key.
+    `section`: "kl" or "teacher", for messages. Raise ValueError if a key is missing.
     """
     make, names = controller_arguments(kl)
     controller = kl["controller"]
@@ -168,7 +168,7 @@ def make_controller(kl: Section, section: str = "kl", **facts: Any) -> KLControl
 
 
 def facts_of(config: Section) -> dict[str, int]:
-    """Return the facts that a controller may take: iterations, and responses of an iteration."""
+    """Return what a controller may take: iterations, and responses per iteration."""
     settings, size = config["trainer"], config["algorithm"]["group_size"]
     responses = settings["prompts_per_iteration"] * size
     return {"total": settings["num_iterations"], "responses": responses}
@@ -177,7 +177,8 @@ def facts_of(config: Section) -> dict[str, int]:
 def make_leash(keys: Any, section: str, *, charges: bool = True, teacher: Any = None) -> Any:
     """Build the leash of `kl` or `teacher` from the keys of conf/plan.py; imports torch.
 
-    Without `charges`, where the policy samples nothing, only its controller reads keys.
+    Without `charges` (the policy samples nothing, and no KL is measured) only its controller reads
+    keys.
     """
     kl, options = keys[section], {}
     controller = make_controller(kl, section, **facts_of(keys.config))

@@ -30,7 +30,7 @@ from trainer.surrogates import SURROGATES
 
 Config = dict[str, Any]
 ROOT = schema.FOLDER.parent
-PACKAGES = ("policies.", "envs.", "trainer.")  # of leash
+PACKAGES = ("policies.", "envs.", "trainer.")  # leash's own
 
 
 def check(cfg: Config) -> None:
@@ -173,7 +173,7 @@ def _leash(cfg: Config) -> Iterator[str]:
 
 
 def _charge(cfg: Config, section: str) -> Iterator[str]:
-    """Yield the faults between the keys of a KL that say how it is charged."""
+    """Yield the faults between the keys of a KL that say where and how it counts."""
     kl = cfg[section]
     try:
         if isinstance(kl["estimator"], str):
@@ -203,7 +203,7 @@ def _hint(cfg: Config, section: str) -> Iterator[str]:
 
 
 def _distil(cfg: Config) -> Iterator[str]:
-    """Yield the faults of a run that learns from nothing but the KLs in its loss."""
+    """Yield the faults of a run whose loss is only its KLs."""
     kl, objective = cfg["kl"], cfg["algorithm"]["objective"].get("_target_")
     if objective != "trainer.DistilObjective":
         return
@@ -235,7 +235,7 @@ def _no_responses(cfg: Config) -> Iterator[str]:
 
 
 def _anchor(cfg: Config) -> Iterator[str]:
-    """Yield the faults of a KL in the states of demonstrations."""
+    """Yield the faults of a KL that SFT measures on demonstrations."""
     kl, why = cfg["kl"], "SFT has the states of demonstrations, and no samples of the policy"
     named = kl["estimator"]
     if isinstance(named, str) and find_estimator(named).needs != "vocabulary":
@@ -264,7 +264,7 @@ def _responses(cfg: Config) -> Iterator[str]:
                 yield f"expected policy.{name}={off} in training, got {policy[name]}: {why}"
     turns, limit = cfg["env"]["max_turns"], policy["max_new_tokens"]
     for path, function in walk(algorithm["after_rollout"], "algorithm.after_rollout"):
-        if turns > 1 and function.get("max_tokens") == limit:  # of trainer.OverlongPenalty
+        if turns > 1 and function.get("max_tokens") == limit:  # trainer.OverlongPenalty
             yield f"{path} is of all {turns} turns; give {path}.max_tokens={limit * turns}"
     name, steps = algorithm.get("surrogate", "clip"), algorithm["epochs"] * algorithm["minibatches"]
     if isinstance(name, str) and SURROGATES[name].one_step and steps > 1:
@@ -341,10 +341,10 @@ def _data_sets(node: Mapping[str, Any]) -> Iterator[str]:
 
 @lru_cache(maxsize=8)  # for the jobs of a sweep; errors are not cached
 def try_task(env: str, rows: str, rewards: bool) -> None:
-    """Build a task and read its rows, of algorithm.rows; ValueError with the first fault."""
+    """Build a task, read the rows of algorithm.rows; raise ValueError with the first fault."""
     node = json.loads(env)
     name = node["task"]["_target_"]
-    method = None if rows == "prompts" else rows  # of the task
+    method = None if rows == "prompts" else rows  # the task's method that returns the rows
     fault = first_fault(lambda: make_task(node), name, rows=method, rewards=rewards)
     if fault:
         raise ValueError(fault)

@@ -53,7 +53,7 @@ def cli() -> int:
             print_error(ValueError(explain(error)))
         return 2
     except RuntimeError as error:
-        if error.args:  # of a launcher; a job prints its error and raises an empty one
+        if error.args:  # a launcher's error; a job prints its error and raises an empty one
             print_error(error)
         return 1
     except KeyboardInterrupt:
@@ -108,10 +108,10 @@ def _refused(config: DictConfig) -> Iterator[None]:
 def expand(words: list[str]) -> list[str]:
     """Expand the shorthands of a command line.
 
-    env.task=<name> becomes env.task.name=<name>, resume=last the newest run; beside resume=, a key
-    of some files only, as env.match of env=answers, is no unknown one. A rank of torchrun adds the
-    number of ranks, and resume=auto if torchrun restarts it. ValueError for a word that removes a
-    group or a key of leash.
+    env.task=<name> becomes env.task.name=<name>, and resume=last the newest run. With resume=, keys
+    that only some files declare are known (env.match of env=answers). A rank of torchrun adds the
+    number of ranks, and resume=auto if torchrun restarts it. Raise ValueError for a word that
+    removes a group or a key of leash.
     """
     for word in words:
         _refuse_removal(word)
@@ -147,7 +147,7 @@ def expand(words: list[str]) -> list[str]:
 
 
 def _of_the_run(word: str) -> str:
-    """Add a key that only some files declare, as those of the resumed run may."""
+    """Prefix a word with "++" if only some files declare its key: the resumed run may have it."""
     part, key = all_keys().get(word.partition("=")[0], ("", None))
     return f"++{word}" if key and "=" in part else word
 
@@ -183,7 +183,7 @@ def run(cfg: DictConfig) -> float:
                 return float(read_status(Path(config["resume"]))["objective"])
         if not config["resume"] and not folder.name.startswith(TEMPORARY):
             write_defaults(folder, job)
-        if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # of torchrun: this rank becomes a worker
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:  # started by torchrun: become a worker
             with locked(folder), run_log(folder):
                 prepare(config, folder, compose=compose, worker=worker)
             os.execv(sys.executable, worker_command(config, folder))

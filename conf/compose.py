@@ -32,7 +32,7 @@ def compose(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
     """Compose the words with the files of conf/ and, in a job, of its other search folders."""
     set_up()
     running = GlobalHydra.instance()
-    outer, running.hydra = running.hydra, None  # the user's own app, or that of conf/cli.py
+    outer, running.hydra = running.hydra, None  # set by the user's Hydra app or by conf/cli.py
     options: Any = {"overrides": [*_searchpath(), *words], "return_hydra_config": with_hydra}
     try:
         with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):
@@ -44,7 +44,7 @@ def compose(words: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
 
 
 def _searchpath() -> list[str]:
-    """Return the override that names the folders of this job, in their order, beside conf/."""
+    """Return the override that names this job's configuration folders other than conf/."""
     job: Any = HydraConfig.instance().cfg
     sources = job.hydra.runtime.config_sources if job else ()
     named = [source for source in sources if source.provider not in ("hydra", "schema")]
@@ -157,7 +157,7 @@ def explain(error: Exception) -> str:
 
 
 def _line(text: str) -> str:
-    """Return the first line of a message, without OmegaConf's prefix of a resolver's error."""
+    """Return the first line of a message, without the prefix that OmegaConf adds to resolvers."""
     raised = r"^\w+ raised while resolving interpolation: "
     return re.sub(raised, "", text.splitlines()[0]).strip('"')
 

@@ -1,7 +1,8 @@
 """Which keys of the configuration go to which part of a run; a key that no part takes is an error.
 
-A part is a class or function that a `_target_` names. It gets the keys of its node and, by name,
-the keys of the sections that `plan` lists for it, as far as they are its arguments. Imports torch.
+A part is a class or function that a `_target_` names. Its arguments are the keys of its node, and
+those keys of the sections that `plan` lists for it whose names are its arguments: GRPOObjective has
+an argument `clip_low`, so it gets algorithm.clip_low. Imports torch.
 """
 
 import difflib
@@ -32,7 +33,7 @@ from envs.rewards.validate import in_one_line
 from trainer.runs.failures import REFUSED, Refused, headline
 from trainer.surrogates import SURROGATES, find_surrogate
 
-# Nothing here is ignored.
+# Sections in which every key must be taken by a part.
 SECTIONS = ("algorithm", "trainer", "optimizer", "kl", "teacher", "env", "policy")
 REFERENCE = {"_target_": "conf.build.make_reference"}
 RUNTIMES = {"ddp": "trainer.Runtime", "fsdp2": "trainer.scale.shards.ShardedRuntime"}
@@ -47,7 +48,7 @@ class Part:
         self.target = find_target(node["_target_"])
 
     def __call__(self, **objects: Any) -> Any:
-        """Build it with those of the run's `objects` that are its arguments."""
+        """Build it; of the run's `objects` it gets those that are its arguments."""
         return build({"_convert_": "all", **self.node}, **objects)
 
 
@@ -76,11 +77,11 @@ class Keys:
     def give(
         self, node: Mapping[str, Any] | str, *sections: str, objects: Sequence[str] = ()
     ) -> Part:
-        """Return the part of a node, or of a target's name, with its keys of the sections.
+        """Return the part that a node or a target's name describes; take its keys of the sections.
 
         A key of the node comes before the same key of a section. `objects`: arguments that get an
-        object of the run, not the key of that name. ValueError for a key of the node that the part
-        does not take.
+        object of the run, not the key of that name. Raise ValueError if the part does not take a
+        key of the node.
         """
         node = {"_target_": node} if isinstance(node, str) else node
         names, _ = arguments_of_node(node)
@@ -151,8 +152,8 @@ class Plan:
 def plan(config: Section) -> Plan:
     """Return the parts of a resolved configuration; no model is loaded.
 
-    `Refused`, a ValueError, for a key that no part takes, or a target that cannot be imported.
-    Modes other than training do not check keys: they leave parts out.
+    Raise `Refused`, a ValueError, for a key that no part takes, or a target that cannot be
+    imported. Only training checks for such keys: other modes do not build all parts.
     """
     try:
         return _plan(config)
@@ -161,7 +162,7 @@ def plan(config: Section) -> Plan:
 
 
 def check(file: TextIO) -> int:
-    """Plan the runs whose configurations a JSON file has; print the first fault.
+    """Plan the runs whose configurations are in a JSON file; print the first fault.
 
     Return the exit code.
     """
@@ -182,7 +183,7 @@ def _plan(config: Section) -> Plan:
     size, turns = algorithm["group_size"] if samples else 1, env["max_turns"]
     of_task = data_arguments(env) | {key: env[key] for key in ("task", "rewards", "task_weight")}
     tools = make_tools(env["tools"])
-    nodes_of(keys, config["observers"])  # a fault ends the run here; rank 0 builds them later
+    nodes_of(keys, config["observers"])  # a fault ends the run now; rank 0 builds them later
     source = keys.give(algorithm["source"], "algorithm", "trainer", objects=("after_rollout",))
     check_rows(keys, source)
     ahead = keys["trainer"]["overlap"] if samples else 0
@@ -243,7 +244,7 @@ def policy_part(keys: Keys) -> Part:
 
 
 def objective_part(keys: Keys) -> Part:
-    """Return the part of the loss; of the bounds of a ratio it gets what its surrogate reads."""
+    """Return the part of the loss; it takes only the bounds that its surrogate reads."""
     node, unread = keys["algorithm"]["objective"], set()
     surrogate = node.get("surrogate", keys.config["algorithm"].get("surrogate"))
     if surrogate and "surrogate" in arguments_of_node(node)[0]:
@@ -253,12 +254,12 @@ def objective_part(keys: Keys) -> Part:
 
 
 def nodes_of(keys: Keys, nodes: Mapping[str, Any] | None, *sections: str) -> dict[str, Part]:
-    """Return the parts of named nodes; null takes a name out."""
+    """Return the parts of named nodes; a node that is null has none."""
     return {name: keys.give(node, *sections) for name, node in (nodes or {}).items() if node}
 
 
 def check_rows(keys: Keys, source: Part) -> None:
-    """Raise ValueError if algorithm.rows is not what the source reads, as far as it says that."""
+    """Raise ValueError if algorithm.rows is not the source's `reads_rows`, if it has one."""
     rows, name = keys["algorithm"]["rows"], source.node["_target_"]
     if (reads := getattr(source.target, "reads_rows", rows)) != rows:
         text = f"expected algorithm.rows={reads}, which {name} reads, got {rows}"
@@ -268,8 +269,8 @@ def check_rows(keys: Keys, source: Part) -> None:
 def after_rollout_parts(keys: Keys, source: Part) -> dict[str, Part]:
     """Return the functions of algorithm.after_rollout by name, if the source takes them.
 
-    If an engine samples, trainer.ImportanceSampling comes first, unless a function of after_rollout
-    writes its key, or after_rollout has `importance: null`.
+    If an engine samples, trainer.ImportanceSampling is added first. Your own function that writes
+    policy_weight replaces it; `importance: null` removes it.
     """
     if "after_rollout" not in arguments_of(source.target)[0]:
         return {}
@@ -282,7 +283,7 @@ def after_rollout_parts(keys: Keys, source: Part) -> dict[str, Part]:
 
 
 def _takers(key: str, config: Section) -> str:
-    """Return " (<parts of leash> would)" for a key that a part of another run takes, or ""."""
+    """Return " (<parts of leash> would)", the parts that take this key in other runs, or ""."""
     section, _, name = key.partition(".")
     takers = []
     if section == "teacher" and not has_teacher(config):

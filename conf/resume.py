@@ -29,7 +29,7 @@ def resumed(
 ) -> dict[str, Any]:
     """Return a run's saved configuration with `instead` and the keys of `words`, checked.
 
-    `cfg`: Hydra's composition of the words. ValueError for a key outside of `may`.
+    `cfg`: Hydra's composition of the words. Raise ValueError for a key outside of `may`.
     """
     saved: Any = OmegaConf.create(read_saved(Path(folder)))
     for key in (word.partition("=")[0].lstrip("+~") for word in words):
@@ -54,7 +54,7 @@ def is_among(key: str, names: Sequence[str]) -> bool:
 
 
 def read_saved(folder: Path) -> dict[str, Any]:
-    """Read the config.yaml of a run folder; ValueError if it is missing or damaged."""
+    """Read the config.yaml of a run folder; raise ValueError if it is missing or damaged."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise ValueError(f"resume={folder}: expected a run folder with config.yaml, got none")
@@ -76,7 +76,7 @@ def read_saved(folder: Path) -> dict[str, Any]:
 
 
 def damage(tree: dict[str, Any], node: dict[str, Any], path: str = "") -> Iterator[str]:
-    """Yield the missing keys and the values of another type than their keys in a saved node."""
+    """Yield the keys that a saved node lacks, and the keys whose values have a wrong type."""
     for name, key in tree.items():
         at, value = f"{path}{name}", node.get(name)
         if name not in node:
@@ -114,7 +114,7 @@ def resumed_if_held(
 ) -> dict[str, Any]:
     """Return the configuration of a run that resumes if its folder, named by `key`, holds it.
 
-    ValueError if the folder holds a run with another configuration.
+    Raise ValueError if the folder holds a run with another configuration.
     """
     if not (folder / "config.yaml").is_file():
         return config

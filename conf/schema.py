@@ -20,7 +20,7 @@ from trainer.kl.controllers import CONTROLLERS
 from trainer.kl.estimators import ESTIMATORS
 from trainer.surrogates import SURROGATES
 
-TYPES: dict[str, tuple[Any, str]] = {  # with their names in messages
+TYPES: dict[str, tuple[Any, str]] = {  # name in keys.yaml -> type, its name in messages
     "int": (int, "a whole number"),
     "float": (float, "a number"),
     "bool": (bool, "true or false"),
@@ -34,7 +34,7 @@ TYPES: dict[str, tuple[Any, str]] = {  # with their names in messages
     "node": (Any, "{_target_: <class>}"),
 }
 TYPES |= {f"{name} | null": (t | None, f"{kind} or null") for name, (t, kind) in TYPES.items()}
-TABLES: dict[str, Collection[str]] = {  # of names; a part is one of them, or a node
+TABLES: dict[str, Collection[str]] = {  # limit in keys.yaml -> names; a part is a name or a node
     "baselines": BASELINES,
     "KL estimators": ESTIMATORS,
     "KL controllers": CONTROLLERS,
@@ -60,7 +60,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "to be 0": lambda x: x == 0,
     "to be true": lambda x: x is True,
     "to be YYYY-MM-DD": _is_date,
-    "to be of 64 bits": lambda x: -(2**63) <= x < 2**63,
+    "to be a 64-bit integer": lambda x: -(2**63) <= x < 2**63,
     "to be two numbers from 0 to below 1": lambda x: len(x) == 2 and all(0 <= b < 1 for b in x),
     "to be a text or a list of texts": lambda x: (
         isinstance(x, str) or (isinstance(x, list) and all(isinstance(each, str) for each in x))
@@ -140,7 +140,7 @@ def sections() -> list[str]:
 
 
 def part_of(group: str, node: dict[str, Any]) -> str:
-    """Return the part of `declared` whose keys are closest to those of a section."""
+    """Return the part of `declared` whose keys are closest to a section's keys."""
     parts = [part for part in declared() if part.partition("=")[0] == group]
     return min(parts, key=lambda part: len(declared()[part].keys() ^ node.keys()))
 

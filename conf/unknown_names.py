@@ -14,7 +14,7 @@ ALGORITHMS = "docs/algorithms.md"
 
 @cache
 def other_names() -> dict[str, dict[str, Any]]:
-    """Read the names of other libraries by page, each with what leash calls it."""
+    """Read the names of other libraries, by page of docs/, each with leash's name."""
     read = read_yaml(Path(__file__).with_name("other_names.yaml"))
     return {
         page: {name: means for names, means in rows.items() for name in names.split(", ")}
@@ -33,7 +33,7 @@ def known_elsewhere(key: str, value: Any = None) -> str:
 
 
 def _hint(name: str, means: Any, value: Any, page: str) -> str:
-    """Render an entry of other_names.yaml; the page alone where it has none for the value."""
+    """Render an entry of other_names.yaml; only the page if the entry lacks the value."""
     if isinstance(means, dict):
         ours = {str(theirs).lower(): words for theirs, words in means.items()}
         means = ours.get(str(value).lower())
@@ -65,7 +65,7 @@ def nearest(key: str, value: Any = None) -> str:
 
 
 def missing_file(file: str, files: Sequence[str]) -> str:
-    """Return the message for a file <group>/<name> that no folder has; `files`: those there are."""
+    """Return the message for a missing file <group>/<name>; `files`: the existing ones."""
     group, _, name = file.removesuffix(".yaml").rpartition("/")
     if not group:
         return f"--config-name={name}: there is no file {name}.yaml in conf/ or --config-dir"

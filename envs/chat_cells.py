@@ -1,7 +1,7 @@
 """Read chats from the cells of a table: messages with the keys that templates read.
 
-Messages are OpenAI's (role, content) or ShareGPT's (from, value). Of a message the keys of `KEYS`
-are kept for the template; `weight` and `train` of 0 exclude an assistant message from learning.
+Messages are OpenAI's (role, content) or ShareGPT's (from, value). The keys in `KEYS` are kept for
+the template. An assistant message whose `weight`, `train` or `loss` is 0 is not in the loss.
 """
 
 import json
@@ -16,14 +16,14 @@ from typing import Any
 from envs.data import Table
 from envs.rows import Message
 
-ROLES = {  # by the names in data
+ROLES = {  # name in data -> role
     "system": "system",
     "developer": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
-    "function_call": "assistant",  # its text is a call as JSON
+    "function_call": "assistant",  # the text is a call as JSON
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
@@ -33,16 +33,16 @@ TEXTS = ("text", "input_text", "output_text")  # types of content parts
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 KEYS = ("tool_calls", "tool_call_id", "name", *THOUGHTS)
 PARAGRAPHS = ("text", "content", "contents", "sentences")  # keys of a document's text
-LEARNT = ("weight", "train", "loss")  # OpenAI's key, axolotl's and MS-Swift's
+LEARNT = ("weight", "train", "loss")  # keys of OpenAI, axolotl and MS-Swift
 KNOWN = {"role", "content", "from", "value", "function_call", *KEYS, *LEARNT}
 WRAPPED = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Cells:
-    """Read the cells of a table, which errors name; `unused` collects unknown keys of messages.
+    """Read the cells of a table; errors name its file, `unused` collects unknown message keys.
 
-    `pairs`: responses may be empty; a pair with one is left out.
+    `pairs`: responses may be empty; such a pair is left out.
     """
 
     table: Table
@@ -50,13 +50,13 @@ class Cells:
     pairs: bool = False
 
     def messages(self, index: int, column: str, value: Any) -> list[Message]:
-        """Return the chat of a cell; ValueError if the cell is not a list of messages."""
+        """Return the chat of a cell; raise ValueError if the cell is not a list of messages."""
         if not isinstance(value, list) or not value:
             raise self.table.error(index, column, "a list of messages", value)
         return [self._message(index, column, i, message) for i, message in enumerate(value)]
 
     def chat(self, index: int, column: str, value: Any) -> list[Message]:
-        """Return a chat up to its last message of the assistant; results of tools may follow."""
+        """Return a chat up to its last assistant message; drop tool results after it."""
         messages = self.messages(index, column, value)
         while messages[1:] and messages[-1]["role"] == "tool":
             messages.pop()
@@ -81,7 +81,7 @@ class Cells:
     def response(
         self, index: int, column: str, value: Any, *, prompt: list[Message]
     ) -> list[Message]:
-        """Return prompt and response; a response may be the whole chat, prompt included."""
+        """Return prompt and response; the response's cell may contain the prompt too."""
         turns = self._turns(index, column, value, "assistant")
         roles = [message["role"] for message in turns]
         if not self._is_response(turns[-1]):
@@ -128,8 +128,9 @@ class Cells:
     def right_answers(self, index: int, column: str, value: Any) -> list[str]:
         """Return the texts of a cell with right answers; [] for a response.
 
-        Lists and objects have several: [Lima, ...] (NQ), {text: [...]} (SQuAD), {target: [...]}
-        (Search-R1), {value, aliases: [...]} (TriviaQA). A bool is also yes or no (BoolQ).
+        Lists and objects have several right answers: [Lima, ...] (NQ), {text: [...]} (SQuAD),
+        {target: [...]} (Search-R1), {value, aliases: [...]} (TriviaQA). For a bool yes or no is
+        right too (BoolQ).
         """
         if isinstance(value, bool):
             return ["yes", "true"] if value else ["no", "false"]
@@ -158,7 +159,7 @@ class Cells:
         return list(map(_as_function, self._clean(tools, value)))
 
     def variables(self, index: int, column: str, value: Any) -> Message:
-        """Return the variables of a row's chat template, a dict or its JSON, without empty ones."""
+        """Return the non-empty variables of a row's chat template, from a dict or its JSON."""
         read = value
         if isinstance(value, str):
             with suppress(ValueError):
@@ -168,7 +169,7 @@ class Cells:
         return {k: v for k, v in as_json(read).items() if v not in (None, "", [], {})}
 
     def _clean(self, value: Any, cell: Any) -> Any:
-        """Return a value of a cell without what the table added; it adds nothing to JSON texts."""
+        """Return a value of a cell without the None keys that an Arrow table adds."""
         return as_json(value) if self.table.arrow and not isinstance(cell, str) else value
 
     def _is_response(self, message: Message) -> bool:
@@ -200,7 +201,7 @@ class Cells:
         if role == message.get("role") and isinstance(content, str) and len(message) == 2:
             return {"role": role, "content": content}
         more = {key: message[key] for key in KEYS if message.get(key)}
-        if message.get("function_call"):  # OpenAI's key of old
+        if message.get("function_call"):  # OpenAI's deprecated key
             more["tool_calls"] = message["function_call"]
         if speaker == "function_call":
             more, content = {"tool_calls": content}, ""
@@ -211,7 +212,7 @@ class Cells:
             if not isinstance(more.get(key, ""), str):
                 raise self.table.error(index, f"{where}.{key}", "a text", more[key])
         if role == "tool" and (wrapped := WRAPPED.fullmatch(content)):
-            content = wrapped[1]  # of Hermes; the templates write these tags themselves
+            content = wrapped[1]  # without Hermes' tags, which templates write themselves
         self.unused.update((f"{column}[].{key}", None) for key in message if key not in KNOWN)
         weights = {key: message[key] for key in LEARNT if message.get(key) is not None}
         for key, weight in weights.items():
@@ -221,7 +222,7 @@ class Cells:
         return {"role": role, "content": content} | more | ({"weight": 0} if off else {})
 
     def _text(self, index: int, where: str, content: Any, *, optional: bool) -> str:
-        """Return the text of a content, which may be in parts; None is "" where it is optional."""
+        """Return the text of a content, which may be in parts; if `optional`, None gives ""."""
         if content is None and optional:
             return ""
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -253,7 +254,7 @@ class Cells:
 
 
 def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool in OpenAI's form; xLAM's parameters are its properties."""
+    """Return the schema of a tool in OpenAI's form; xLAM has properties as parameters."""
     if "function" in tool or "name" not in tool:
         return tool
     parameters = tool.get("parameters") or {}
@@ -265,7 +266,7 @@ def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
 def as_json(value: Any) -> Any:
     """Return a value of an Arrow table as in JSON: times are texts, and no key has None.
 
-    Each row of such a table has the keys of all rows, as None where it has none.
+    In such a table each row has the keys of all rows, with None for keys that it lacks.
 
     >>> from datetime import date
     >>> as_json([{"a": 1, "b": None, "c": {"d": None}, "e": date(2026, 1, 2)}])
@@ -279,7 +280,7 @@ def as_json(value: Any) -> Any:
 
 
 def role_and_text(message: Message) -> tuple[str, str]:
-    """Return what tells a message from others, for the comparison of chats."""
+    """Return the values by which messages are compared."""
     return message["role"], message["content"].strip()
 
 

@@ -1,9 +1,8 @@
 """A chat as an environment: the prompt is the observation, the response is the action.
 
-P prompts are repeated G times in a row into B = P*G chats. A task defines the rows, the rewards
-and the next messages.
-Left out on purpose: chats as texts or ids, chats without a task, prompts from a data set. The
-ChatEnv of envs/torchrl/ has these options of TorchRL's API.
+Each of P prompts is repeated G times, next to each other, so there are B = P * G chats. A task
+defines the rows, the rewards and the next messages. Chats as texts or ids, chats without a task and
+prompts from a data set are in envs/torchrl/chat_env.py, because no run needs them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class ChatEnv(Env):
     """A single- or multi-turn chat with a task.
 
     `reset` reads `row` [P] (dicts with "messages") and writes `group_id`, `turn` [B] and the prompt
-    `history.prompt`. All turns keep the other input keys. `step` reads the response from
+    `history.prompt`. Other input keys are copied to every turn. `step` reads the response from
     `history.full` [B] and writes under "next": `reward` [B, 1], `reward_part.*`, `reward_errors`,
     `dropped`, `success`, `terminated`, `truncated`, `done` [B, 1] and the next turn's prompt.
 
@@ -62,7 +61,7 @@ class ChatEnv(Env):
             raise ValueError(f"expected max_turns, group_size >= 1, got {max_turns}, {group_size}")
         self.task, self.group_size, self.max_turns = task, group_size, max_turns
         self.system_prompt, self.tools = system_prompt, list(tools)
-        self._parts: list[str] | None = None  # of the reward, known after the first response
+        self._parts: list[str] | None = None  # reward parts, known after the first response
 
     def with_group_size(self, group_size: int) -> Any:
         """Return a copy with `group_size` samples per prompt."""
@@ -73,8 +72,7 @@ class ChatEnv(Env):
     def messages(self, row: dict) -> list[dict]:
         """Return the prompt of a row, with the env's system prompt if the row has none.
 
-        Its tools, or those of the env, and its variables for the chat template are in the first
-        message.
+        The first message has the row's tools, or the env's, and the row's template variables.
         """
         messages = list(row["messages"])
         if self.system_prompt is not None and messages[0]["role"] != self.system_role:
@@ -131,7 +129,7 @@ class ChatEnv(Env):
         rewards = self._rewards(rows, responses)
         new = self._new_messages(rows, responses)
         ended = torch.tensor([messages is not None and not messages for messages in new])  # [B]
-        cut = torch.tensor([not r.complete for r in responses])  # [B] by the token limit
+        cut = torch.tensor([not r.complete for r in responses])  # [B] cut by the token limit
         at_limit = (turn >= (self.max_turns or torch.inf)) & ~ended  # [B]
         following = tensordict.select(*self._carried, strict=False).update(self._outcome(rewards))
         following.set("terminated", (ended & ~cut).unsqueeze(-1))
@@ -161,7 +159,7 @@ class ChatEnv(Env):
         return compute_rewards(self.task, rows, responses)
 
     def _new_messages(self, rows: list[dict], responses: list[Response]) -> Sequence[list | None]:
-        """Return the task's next messages to each response: [] ends the chat, None does not."""
+        """Return the task's next messages for each response: [] ends the chat, None does not."""
         return [self.task.respond(*pair) for pair in zip(rows, responses, strict=True)]
 
     def _outcome(self, rewards: Sequence[Reward]) -> TensorDict:
@@ -198,7 +196,7 @@ def read_history(td: TensorDictBase, key: tuple[str, ...]) -> History:
 
 
 def change_chats(td: TensorDictBase, changes: dict[int, Callable[[Chat], Chat]]) -> None:
-    """Change the next prompt of some rows and drop the ids of the old prompts."""
+    """Change the next prompt of some rows, and remove the ids of their old prompts."""
     if not changes:
         return
     chats = list(td.get(("history", "prompt")).unbind(0))

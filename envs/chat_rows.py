@@ -20,21 +20,21 @@ from envs.row_parts import NAMED, PARTS, UnreadColumn, find_parts, texts_of
 from envs.rows import LazyRows, Message, Row, is_file
 from envs.shapes import Shape, find_shape
 
-LABELS = ("label", "kto_tag", "is_correct", "helpfulness")  # false for a response to avoid
+LABELS = ("label", "kto_tag", "is_correct", "helpfulness")  # false marks a response to avoid
 LABELS += ("correct", "desirable", "accepted")
 TRUTHS = {"true": True, "1": True, "1.0": True, "yes": True, "good": True, "desirable": True}
 TRUTHS |= dict.fromkeys(("false", "0", "0.0", "-1", "no", "bad", "undesirable"), False)
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-EVAL_SHARE, EVAL_ROWS = 0.1, 200  # size of the split without eval data, at most
+EVAL_SHARE, EVAL_ROWS = 0.1, 200  # share of held-out prompts, and their largest number
 
 
 @dataclass
 class Origin:
-    """The shapes of a data set's rows, and what of them is in no chat."""
+    """The shapes of a data set's rows, and the columns and keys that no chat uses."""
 
-    shapes: dict[tuple[str, ...], int] = field(default_factory=dict)  # rows by name and columns
+    shapes: dict[tuple[str, ...], int] = field(default_factory=dict)  # name, columns -> rows
     unused: dict[str, None] = field(default_factory=dict)  # columns, and keys of messages
-    left_out: int = 0  # rows
+    left_out: int = 0  # number of rows
     bad: list[str] = field(default_factory=list)  # the faults of rows that cannot be read
 
     @property
@@ -44,7 +44,7 @@ class Origin:
         return f"left out {self.left_out:,} rows ({reasons})"
 
     def describe(self, readers: str = "") -> str:
-        """Return one line; `readers`: who reads the unused columns."""
+        """Return one line; `readers`: the parts that read the unused columns."""
         parts = [", ".join(map(_count, self.shapes, self.shapes.values()))]
         if self.left_out:
             parts.append(self.why)
@@ -77,20 +77,19 @@ def load_chats(
 ) -> dict[str, Sequence[Row]]:
     """Return the checked "train" and "eval" rows of a data set, or of several in their order.
 
-    A row has "messages" (the prompt), "answer" (the text of the right one), "index", "columns": all
-    its cells by column name, None where the file has none, and "origin", an `Origin`. If there are
-    any: "response" (the message to learn), "answers" (the texts of several right ones), "options"
-    (of multiple choice, by letter; the answer is a letter), "question" (the cell of the prompt),
-    "tools", "chat_template_kwargs", and "unlearnt": the indices of messages with a weight of 0.
+    A row has "messages" (the prompt), "answer" (text of the right answer), "index", "columns" (all
+    cells by column name, None for missing ones) and "origin", an `Origin`. If the data has them:
+    "response" (the message to learn), "answers" (several right texts), "options" (letter -> text;
+    the answer is a letter), "question" (the cell of the prompt), "tools", "chat_template_kwargs",
+    and "unlearnt" (indices of messages with weight 0).
 
     `columns` names the column "messages" (whole chats), or "question" and "answer"; without it the
     shape is found (`find_shape`, which takes `chats_first`). It also names the columns of other
-    parts (envs/row_parts.py); None for another column leaves that out. Without `answers` an answer
-    is read only if `columns` names it. `rejected`: rows also have the response of the column
-    "rejected"; pairs with equal or empty responses are left out. `prepare` completes a row.
-    `skip_bad_rows` leaves out rows that cannot be read or prepared. Eval rows: `eval_dataset`, else
-    `eval_split` of a hub data set, else a seeded tenth of the data (`split_off`); a file has no
-    splits.
+    parts (envs/row_parts.py); a column with None is ignored. Without `answers` an answer is read
+    only if `columns` names it. `rejected`: rows also have the response of the column "rejected";
+    pairs with equal or empty responses are left out. `prepare` completes a row. `skip_bad_rows`
+    leaves out rows that cannot be read or prepared. Eval rows: `eval_dataset`, else `eval_split` of
+    a hub data set, else a seeded tenth of the data (`split_off`); a file has no splits.
     """
     columns = dict(_flat(columns or {}))
     for name, column in columns.items():
@@ -120,7 +119,7 @@ def load_chats(
 
 
 def _flat(columns: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | None]]:
-    """Yield named columns, and the others that are left out; a dot in a name is a level in YAML."""
+    """Yield (part or column, column or None); a dot in a name is a level in YAML."""
     for name, column in columns.items():
         if isinstance(column, Mapping):
             yield from _flat(column, f"{prefix}{name}.")
@@ -135,7 +134,7 @@ def _listed(dataset: str | Sequence[str] | None) -> list[str]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """The arguments of `load_chats` that rows are read with."""
+    """The arguments of `load_chats` for reading rows."""
 
     columns: Mapping[str, str | None]
     answers: bool
@@ -160,7 +159,7 @@ def _read(
 ) -> tuple[Sequence[Row], list[bytes]]:
     """Return the rows of data sets, and a key of each row's prompt, equal for equal prompts.
 
-    Rows made on access are checked now and made again.
+    Lazy rows are all made once now, to check them, and made again on access.
     """
     origin, keys = Origin(), list[bytes]()
     parts: list[Sequence[Row]] = []
@@ -195,7 +194,7 @@ def _read(
 
 
 def _check_left_out(tables: Sequence[Table], columns: Mapping[str, str | None]) -> None:
-    """Raise ValueError for a column to be left out that no table has."""
+    """Raise ValueError if `columns` ignores a column that no table has."""
     known = [column for table in tables for column in table.columns]
     for name, column in columns.items():
         if column is None and name.partition(".")[0] not in (*known, *PARTS):
@@ -229,13 +228,13 @@ class _Rows:
         origin.unused.update((name, None) for name in table.columns if name not in read)
 
     def _labels(self, *, refuse_scores: bool) -> list[str]:
-        """Return the columns that tell responses to learn, 1 or true, from others, 0 or false."""
+        """Return the label columns: 1 or true for responses to learn, 0 or false for others."""
         labels = []
         for name in LABELS:
             if name not in self.table.columns or name in self.columns:
                 continue
             values = {str(row.get(name)).lower() for row in self.table.rows} - {"none", ""}
-            is_class = name == "label" and "answer" in str(self.shape.response)  # 0 and 1 of SST-2
+            is_class = name == "label" and "answer" in str(self.shape.response)  # as in SST-2
             if values <= ({"true", "false"} if is_class else {*TRUTHS}):
                 labels.append(name)
             elif refuse_scores and all(value.replace(".", "").isdigit() for value in values):
@@ -247,7 +246,7 @@ class _Rows:
         return labels
 
     def __call__(self, index: int) -> Row | None:
-        """Return a row; ValueError with its index and column if it is malformed."""
+        """Return a row; raise ValueError with its index and column if it is malformed."""
         cells = self.table.rows[index]
         for name in self.media:
             if cells.get(name):
@@ -297,16 +296,16 @@ class _Rows:
         return self.prepare(out) if self.prepare else out
 
     def _cells_of(self, part: str, row: Row) -> list[tuple[str, Any]]:
-        """Return the columns of a part that a row fills, with their cells."""
+        """Return the columns of a part for which a row has a cell, with the cells."""
         cells = [(column, cell_of(row, column)) for column in self.parts.read.get(part, ())]
         return [(column, cell) for column, cell in cells if cell not in (None, "", [], {})]
 
     def _answered(self, index: int, row: Row, out: Row) -> Row:
         """Return a row with the text to learn, and add to `out` what is right.
 
-        Of several right answers the first is learnt; an option by its letter and text, as the
-        prompt has it, so that a reader of the first letter (lm-eval) finds it; a solution with the
-        answer behind it.
+        The text is the first of several right answers; letter and text of an option, as in the
+        prompt, so that lm-eval, which reads the first letter, finds it; a solution followed by the
+        answer.
         """
         column = self.shape.response
         if column is None or self.rejected:
@@ -328,7 +327,7 @@ class _Rows:
         for solution, cell in self._cells_of("solution", row):
             text, answer = self.cells.text(index, solution, cell), str(learnt)
             out.setdefault("answer", answer)
-            # 15, 5.5 and 5,000 do not hold a 5.
+            # 15, 5.5 and 5,000 do not contain the number 5.
             has_answer = re.search(rf"(?<![\w.,]){re.escape(answer)}(?!\w|[.,]\d)", text)
             learnt = text if has_answer else f"{text}\n#### {answer}"
         return row if learnt is right else {**row, column: learnt}
@@ -360,7 +359,7 @@ class _Rows:
         return cells.response(index, response, cell_of(row, response), prompt=messages)
 
     def _complete(self, index: int, row: Row, prompt: list[Message]) -> None:
-        """Add the history of a row before its prompt, and its context and options at the end."""
+        """Add a row's history before its prompt, and its context and options at the end."""
         last = prompt[-1]
         texts = [self.cells.text(index, *cell) for cell in self._cells_of("context", row)]
         lines = [f"{letter}. {text}" for letter, text in self._options(index, row)[1].items()]
@@ -387,7 +386,7 @@ class _Rows:
                 raise self.table.error(index, name, expected, text)
 
     def _add_thoughts(self, index: int, row: Row, chat: list[Message]) -> None:
-        """Add the thoughts of a row to its response, unless that has them."""
+        """Add the thoughts of a row to its response, unless the response has thoughts."""
         for column, cell in self._cells_of("thoughts", row):
             if any(text not in chat[-1]["content"] for text in texts_of(cell)):
                 chat[-1].setdefault("reasoning_content", self.cells.text(index, column, cell))
@@ -406,7 +405,7 @@ def _digest(prompt: str) -> bytes:
 def split_off(keys: Sequence[Any], *, seed: int = 0) -> tuple[list[int], list[int]]:
     """Return the indices of train and eval rows for data without an eval split.
 
-    A tenth of the distinct keys of prompts, at most 200, goes to eval; equal ones stay together.
+    A tenth of the distinct keys of prompts, at most 200, goes to eval; equal keys stay together.
 
     >>> train, held_out = split_off(["a", "b", "a", "c"])
     >>> len({"abac"[i] for i in held_out}), sorted([*train, *held_out])

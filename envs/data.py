@@ -3,8 +3,8 @@
 A data set is a file (envs/data_files.py), a pattern with * for several files, a folder of files or
 of `datasets` (save_to_disk), or a hub id: "openai/gsm8k", or "openai/gsm8k:main" with a subset.
 An error names row, column, the expected and the actual value. Small data sets are lists; above
-`LARGE` bytes rows are made on access: those of files from memory, the others from the cache of
-`datasets`. shapes.py and chat_rows.py turn rows into chats.
+`LARGE` bytes rows are made on access, from memory for files and else from the cache of `datasets`.
+shapes.py and chat_rows.py turn rows into chats.
 """
 
 import json
@@ -22,7 +22,7 @@ from envs.data_files import KINDS, find_files, find_split, kind_of, read_files, 
 from envs.rows import LazyRows, Row, is_file
 from policies.files import sha256_of_path
 
-LOADERS = {kind: (kind[1:], {}) for kind in (".csv", ".parquet", ".json")}  # of `datasets`
+LOADERS = {kind: (kind[1:], {}) for kind in (".csv", ".parquet", ".json")}  # loaders in `datasets`
 LOADERS |= {".jsonl": ("json", {}), ".tsv": ("csv", {"sep": "\t"})}
 LARGE = 32 << 20  # bytes; rows of larger data sets are made on access
 
@@ -34,14 +34,14 @@ class Table:
     name: str
     columns: list[str]
     rows: Sequence[dict[str, Any]]
-    arrow: bool = False  # a nested dict has the keys of all rows, as None where a row has none
+    arrow: bool = False  # a nested dict has the keys of all rows, with None for missing ones
 
     def has(self, column: str) -> bool:
-        """Return whether the table has a column, or the column of a nested one."""
+        """Return whether the table has a column; for a nested name, its outer column."""
         return column in self.columns or column.partition(".")[0] in self.columns
 
     def require(self, key: str, column: str, hint: str = "") -> str:
-        """Return `column`, the value of env.columns.<key>; ValueError if the table lacks it."""
+        """Return `column`, the value of env.columns.<key>; raise ValueError if it is missing."""
         if not self.has(column):
             raise ValueError(
                 f"{self.name}: expected a column {column!r}, got {', '.join(self.columns)}; set "
@@ -50,7 +50,7 @@ class Table:
         return column
 
     def text(self, index: int, column: str) -> str:
-        """Return the text of a cell; ValueError if the cell is not a nonempty text."""
+        """Return the text of a cell; raise ValueError if the cell is not a nonempty text."""
         value = self.rows[index].get(column)
         if not isinstance(value, str) or not value.strip():
             raise self.error(index, column, "a text", value)
@@ -67,7 +67,7 @@ class Table:
 
 
 def cell_of(row: Row, column: str) -> Any:
-    """Return the cell of a column, or the key of a cell, also of JSON; None if the row has none.
+    """Return the cell of a column, or for a nested name a value in it (dict or JSON), or None.
 
     >>> cell_of({"reward_model": {"ground_truth": "72"}}, "reward_model.ground_truth")
     '72'
@@ -85,7 +85,7 @@ def cell_of(row: Row, column: str) -> Any:
 def load_table(dataset: str, *, split: str = "train") -> Table:
     """Load a data set. `split` is a split of the hub or of a folder; a file is always loaded whole.
 
-    ValueError if the data set is missing, unreadable or empty.
+    Raise ValueError if the data set is missing, unreadable or empty.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "two.jsonl"
@@ -135,7 +135,7 @@ def _load_datasets(dataset: str, split: str) -> Table:
         files = find_split(path, split)
         refuse_deep_rows(files)
         name, sep = LOADERS[kind_of(files[0])]
-        # `datasets` knows a file by its path and time: a cache for each content
+        # `datasets` identifies a file by path and time, so each content gets its own cache.
         cache = Path(datasets.config.HF_DATASETS_CACHE) / "leash" / sha256_of_path(path)
         options = {"data_files": [*map(str, files)], "split": "train", "cache_dir": cache, **sep}
     try:

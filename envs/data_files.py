@@ -1,9 +1,9 @@
 """Read local data files row by row, without a cache.
 
-.jsonl has an object a line; .json a list, an object with one list of objects, or objects; .csv and
-.tsv a header, and all cells are texts; each also as .gz. .parquet is read by pyarrow. Values are
-those of json.loads: `datasets` would give all rows the keys of each, and dates for texts. A fault
-names file and line.
+.jsonl has one object per line; .json a list, an object with one list of objects, or objects; .csv
+and .tsv have a header, and all cells are texts. All of these may be .gz. .parquet is read by
+pyarrow. JSON values are read by json.loads, because `datasets` would give each row the keys of all
+rows, and dates for texts. A fault names file and line.
 """
 
 import codecs
@@ -23,10 +23,10 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import IO, Any
 
-DEEPEST = 100  # levels of lists and objects in a row, as in Parquet
+DEEPEST = 100  # largest number of nested lists and objects in a row, as in Parquet
 TOO_DEEP = f"expected a row of at most {DEEPEST} levels of lists and objects, got more"
-QUIET = 10  # seconds of reading without a line
-LONGEST = 2**31 - 1  # characters of a .csv cell; Python's default is 131072
+QUIET = 10  # seconds of reading until a line is printed
+LONGEST = 2**31 - 1  # largest number of characters of a .csv cell; Python's default is 131072
 JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 DECODER = json.JSONDecoder()
 NOT_BLANK = re.compile(r"\S")
@@ -34,19 +34,19 @@ Placed = tuple[str, Any]  # place in the file, value
 
 
 def find_files(dataset: str) -> list[Path]:
-    """Return the path of a file, or those of the files that a pattern with * matches."""
+    """Return the path of a file, or all paths that a pattern with * matches."""
     path = Path(dataset).expanduser()
     if "*" not in dataset or path.exists():
         return [path]
-    pattern = re.sub(r"[\[?]", r"[\g<0>]", str(path))  # * alone is special
+    pattern = re.sub(r"[\[?]", r"[\g<0>]", str(path))  # only * is special
     return [Path(name) for name in sorted(glob(pattern, recursive=True))] or [path]
 
 
 def find_split(folder: Path, split: str) -> list[Path]:
-    """Return the files of a split of a folder, all of one kind; ValueError names those of others.
+    """Return the files of a split of a folder; raise ValueError if they are of several kinds.
 
-    The split is in a name, as `datasets` reads it: train-00000.parquet, test/a.jsonl; without one,
-    train. A README.md beside them has no effect: it may name any file and address.
+    The split is in the file's name, as in `datasets`: train-00000.parquet, test/a.jsonl; a name
+    without a split means train. A README.md is not read, because it may name any file or address.
     """
     from datasets.data_files import DataFilesDict, get_data_patterns
 
@@ -108,7 +108,7 @@ def kind_of(path: Path) -> str:
 
 
 def refuse_deep_rows(files: Iterable[Path]) -> None:
-    """Raise ValueError for a row so deep that `datasets` would exhaust its stack, and die."""
+    """Raise ValueError for a row so deep that `datasets` would overflow its stack and crash."""
     for file in files:
         if kind_of(file) not in (".json", ".jsonl"):
             continue
@@ -210,9 +210,9 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(10_000):
             table = pyarrow.Table.from_batches([batch])
-            maps = [field.name for field in table.schema if "map<" in str(field.type)]  # of Spark
+            maps = [field.name for field in table.schema if "map<" in str(field.type)]  # from Spark
             pairs = table.select(maps).to_pylist() if maps else repeat({})
-            rows = datasets.Dataset(table.drop_columns(maps)).to_list()  # decodes cells of JSON
+            rows = datasets.Dataset(table.drop_columns(maps)).to_list()  # decodes JSON cells
             for row, cells in zip(rows, pairs, strict=False):
                 yield "", {name: {**row, **cells}[name] for name in table.column_names}
     except pyarrow.ArrowException as error:

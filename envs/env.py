@@ -2,7 +2,7 @@
 
 `reset(td)` returns the first state; `step(td)` reads the action in td and writes the outcome
 (reward, done, the next state) under "next", so that the policy reads `td["next"]` in the next turn.
-Left out on purpose: specs, random actions and rollouts of TorchRL's API (envs/torchrl/env.py).
+TorchRL's specs, random actions and rollouts are in envs/torchrl/env.py, because no run needs them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TransformedEnv(Env):
         return env
 
     def __getattr__(self, name: str) -> Any:
-        # Only public names: copy and pickle look up private ones before `env` exists.
+        # Only public names, because copy and pickle look up private names before `env` exists.
         if name.startswith("_") or name in ("env", "transform"):
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         return getattr(self.env, name)

@@ -1,6 +1,6 @@
 """Which columns of a table belong to a prompt or a response, by their names.
 
-A column that belongs to one and is not read ends the run; ids, sources, scores and dates do not.
+If such a column is not read, the run ends. Ids, sources, scores and dates need not be read.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from envs.data import Table, cell_of
 from envs.rows import Row
 from envs.shapes import OPTIONS, Shape
 
-# Columns that may hold something else: read only as env.columns.<part>=<column>.
+# Columns that may contain something else, so they are read only with env.columns.<part>=<column>.
 OTHER_CONTEXTS = ("story", "evidence", "sentence", "sentences", "table", "sql_context", "ctxs")
 OTHER_CONTEXTS += ("context_text", "dialogue", "starter_code", "few_shot")
 OTHER_CONTEXTS += ("instruction", "instructions")
@@ -22,7 +22,7 @@ OTHER_THOUGHTS, OTHER_SOLUTIONS = ("thinking_trace", "scratchpad"), ("explanatio
 ON_REQUEST = ("system_message", "system_instruction", "functions", "metadata.tools", "long_answer")
 ON_REQUEST += (*OTHER_CONTEXTS, *OTHER_OPTIONS, *OTHER_THOUGHTS, *OTHER_SOLUTIONS)
 NAMED = ("messages", "question", "answer")  # keys of env.columns for the columns of a shape
-# Parts of a row, keys of env.columns, with the names in lower case that their columns have.
+# Part of a row (a key of env.columns) -> names of its columns in lower case.
 PROMPT = {
     "context": (
         *("input", "context", "contexts", "passage", "passages", "paragraph", "paragraphs"),
@@ -41,25 +41,25 @@ RESPONSE = {
     "solution": ("solution", *OTHER_SOLUTIONS, "long_answer"),
 }
 PARTS = {**PROMPT, **RESPONSE, "chat_template_kwargs": ("chat_template_kwargs",)}
-OF_CHATS = ("system", "tools", "chat_template_kwargs")  # parts that are read beside whole chats
+OF_CHATS = ("system", "tools", "chat_template_kwargs")  # parts that whole chats may have too
 SEVERAL = ("context", "system")  # parts that may have several columns
-SWITCHES = ("", "on", "off", "yes", "no", "true", "false")  # such a cell has no text to read
+SWITCHES = ("", "on", "off", "yes", "no", "true", "false")  # cells without a text to read
 NOT_TEXTS = ("role", "from", "type", "id", "title")  # keys of nested cells
 
 
 class UnreadColumn(ValueError):
-    """A column of prompt or response that is not read."""
+    """A column of the prompt or the response is not read."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Columns of a table by part: those that are `read`, and `unread` ones with the remedy."""
+    """Columns of a table: `read`, by part, and `unread`, with the remedy."""
 
     read: dict[str, list[str]] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
 
     def refuse_unread(self, table: Table, row: Row, chat: str) -> None:
-        """Raise UnreadColumn for a cell with texts that neither a part reads nor `chat` has."""
+        """Raise UnreadColumn for a cell with texts that are neither read nor in `chat`."""
         for column, remedy in self.unread.items():
             if not all(text in chat for text in texts_of(cell_of(row, column))):
                 raise UnreadColumn(
@@ -71,10 +71,10 @@ class Parts:
 def find_parts(
     table: Table, columns: Mapping[str, str | None], shape: Shape, *, pairs: bool
 ) -> Parts:
-    """Return the parts of a table beside the columns of its `shape` (envs/shapes.py).
+    """Return the parts of a table in other columns than those of its `shape` (envs/shapes.py).
 
-    `columns`: env.columns; null leaves a column out. Responses of `pairs` have no parts, others a
-    solution only beside a bare answer.
+    `columns`: env.columns; null ignores a column. Responses of `pairs` have no parts; other
+    responses have a solution only if the answer column is a bare answer.
     """
     expects, takes = {*PROMPT, "chat_template_kwargs"}, {*OF_CHATS}
     if shape.prompt:
@@ -86,7 +86,7 @@ def find_parts(
     beside += [name.partition(".")[0] for name in beside if name]
     free = [name for name in table.columns if name not in beside]
     lower = {name.lower() for name in free}
-    lettered = [stem for stem in STEMS if {f"{stem}a", f"{stem}b"} <= lower]  # c alone is no option
+    lettered = [stem for stem in STEMS if {f"{stem}a", f"{stem}b"} <= lower]  # not c alone
     single = {f"{stem}{letter}" for stem in lettered for letter in "abcd"}
     parts = Parts()
     for part, names in PARTS.items():
@@ -116,7 +116,7 @@ def find_parts(
 
 
 def texts_of(cell: Any) -> Iterator[str]:
-    """Yield the texts of a cell, nested ones too, without numbers and switches.
+    """Yield the texts of a cell, also nested ones, without numbers and SWITCHES.
 
     >>> list(texts_of([{"id": "7", "text": " It rains. "}, "off", 3, None]))
     ['It rains.']

@@ -9,7 +9,7 @@ Row = dict[str, Any]
 Message = dict[str, Any]  # {"role": ..., "content": ...}
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.*)?")  # org/name or name; :subset is optional
-EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # of paths: my.data, x/y.txt
+EXTENSION = re.compile(r"^[^:/]*\.[^:/]*$|\.[A-Za-z]{2,}$")  # found in paths: my.data, x/y.txt
 
 
 class LazyRows(Sequence[Any]):
@@ -35,7 +35,7 @@ class LazyRows(Sequence[Any]):
 
 
 def is_listed(rows: Sequence[Any]) -> bool:
-    """Return whether all rows may be read before a run: not generated ones."""
+    """Return whether all rows may be read before a run; False for generated rows."""
     return isinstance(rows, list | tuple) or getattr(rows, "listed", False)
 
 

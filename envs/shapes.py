@@ -23,11 +23,11 @@ SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 @dataclass(frozen=True)
 class Shape:
-    """Columns of rows: `prompt`, and `response` (for prompt=None whole chats).
+    """Columns of rows: `prompt` and `response`; with prompt=None the response is a whole chat.
 
-    `fits`: whether cells of the needed columns have this form; `convert` returns a row with a text
-    or a chat in `prompt` and `response`. `beside`: columns of which a table has one, too. Where not
-    `learnt`, the response is only a right answer to judge by.
+    `fits`: whether cells of the needed columns have this form. `convert` returns a row with a text
+    or a chat in `prompt` and `response`. `beside`: the table must also have one of these columns.
+    If not `learnt`, the response is only a right answer for the reward, not a text to learn.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Shape:
     learnt: bool = True
 
     def needs(self, *, answers: bool = True) -> list[str]:
-        """Return the columns that a table must have, without `answers` those of the prompt."""
+        """Return the columns that a table must have; without `answers` only the prompt's."""
         columns = [self.prompt, self.response if answers or not self.prompt else None]
         return [column for column in columns if column is not None]
 
     def is_of(self, table: Table, *, answers: bool) -> bool:
-        """Return whether a table has the needed columns, and cells of this form in them."""
+        """Return whether a table has the needed columns with cells of this form."""
         needed = self.needs(answers=answers)
         lacks = self.beside and not {*self.beside} & {*table.columns}
         if lacks or not all(map(table.has, needed)):
@@ -53,7 +53,7 @@ class Shape:
 
 
 def _typical(table: Table, columns: list[str]) -> Row:
-    """Return these cells of the first row that has all, of the first hundred."""
+    """Return these columns' cells of the first row, among 100, that has all of them."""
     rows = ({name: cell_of(row, name) for name in columns} for row in islice(table.rows, 100))
     return next((row for row in rows if None not in row.values()), dict.fromkeys(columns))
 
@@ -84,7 +84,7 @@ def _asks(column: str) -> Callable[[Row], bool]:
 
 
 def _as_calls(row: Row) -> Row:
-    """Return a row whose answers, calls as JSON, are a message of the assistant."""
+    """Return a row with its answers, calls as JSON, in one assistant message."""
     message = {"role": "assistant", "content": "", "tool_calls": row.get("answers")}
     return {**row, "answers": [message]}
 
@@ -96,7 +96,7 @@ def _split_turns(row: Row) -> Row:
 
 
 def _turns(text: str, *, response: bool) -> str | list[dict[str, str]]:
-    """Return the turns of a text that say anything; a `response` may end in an empty one."""
+    """Return the non-empty turns of a text; the last turn of a `response` may be empty."""
     if not TURN.match(text):
         return text.strip()
     pieces = TURN.split(text)[1:]  # speaker, text, speaker, text, ...
@@ -116,7 +116,7 @@ def _in_turns(column: str) -> Callable[[Row], bool]:
 
 
 def _has_calls(row: Row) -> bool:
-    """Return whether the answers of a row are calls or JSON; prompts alone have none."""
+    """Return whether the answers of a row are calls or JSON; True for a row without answers."""
     answers = row.get("answers", "[]")
     if isinstance(answers, str):
         return answers.lstrip().startswith(("[", "{"))
@@ -124,7 +124,7 @@ def _has_calls(row: Row) -> bool:
 
 
 TRUTH = "reward_model.ground_truth"
-OPTIONS = ("options", "choices")  # of multiple choice
+OPTIONS = ("options", "choices")  # columns of multiple choice
 PROMPTS = ("question", "prompt", "problem", "query", "instruction", "input", "messages")
 ANSWERS = ("answer", "response", "output", "completion", "ground_truth", "solution", "label")
 SHAPES = [
@@ -169,11 +169,11 @@ def find_shape(
     rejected: bool = False,
     chats_first: bool = True,
 ) -> Shape:
-    """Return the shape of a table, of the columns `names` if there are any.
+    """Return the shape of a table.
 
-    Without `answers` a shape of prompts fits without its responses. `rejected`: rows need the
-    column "rejected". Without `chats_first` an answer is taken before whole chats beside it.
-    ValueError with the nearest shape if none fits.
+    `names`: columns named in env.columns. answers=False: the response column may be missing.
+    `rejected`: require the column "rejected". chats_first=False: prefer an answer column to a
+    column of whole chats. Raise ValueError with the nearest shape if none fits.
     """
     if rejected and "rejected" not in table.columns:
         raise ValueError(
@@ -197,7 +197,7 @@ def _of_prompts(shape: Shape) -> Shape:
 
 
 def _named(table: Table, names: Mapping[str, str], *, answers: bool) -> Shape:
-    """Return the shape of named columns; the columns that are not named have common names."""
+    """Return the shape of named columns; columns not in `names` need one of the common names."""
     if "messages" in names:
         if alone := [name for name in ("question", "answer") if name in names]:
             got = " and ".join(f"env.columns.{name}" for name in ("messages", *alone))
@@ -213,13 +213,13 @@ def _named(table: Table, names: Mapping[str, str], *, answers: bool) -> Shape:
 
 
 def _first(table: Table, names: Sequence[str], default: str) -> str:
-    """Return the column of a table that has the first of these names, in any case."""
+    """Return the table's column for the first of these names that it has, ignoring case."""
     columns = {column.lower(): column for column in reversed(table.columns)}
     return next((columns[name] for name in names if name in columns), default)
 
 
 def _describe_lack(table: Table, shapes: list[Shape]) -> str:
-    """Return the nearest shape, and a remedy, for a table that none fits."""
+    """Return the nearest shape, and a remedy, for a table that no shape fits."""
     got = f"expected a known shape of rows, got {', '.join(table.columns)}"
     for column in table.columns:
         is_chat = any(_first_message_has(key, column)(table.rows[0]) for key in ("role", "from"))

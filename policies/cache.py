@@ -2,9 +2,7 @@
 
 A folder is built under a temporary name, listed in a manifest (size and sha256 of every file),
 flushed to disk and renamed, under a lock: an interrupted build leaves no valid folder, and a
-second process waits for the first. Torch-free.
-
-Left out on purpose: eviction. A folder's name encodes its source; old folders may be deleted.
+second process waits for the first. Nothing is removed; users may delete old folders. Torch-free.
 """
 
 import os

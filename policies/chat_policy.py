@@ -2,11 +2,11 @@
 
 `load_policy` returns a TransformersPolicy: this class with an engine's `_draw`, which samples ids.
 A batch is dense: ids [B, T] with bool masks [B, T], prompts padded left, responses right.
-Token in, token out: the ids of a batch are sampled from and scored; only a prompt without ids is
-rendered from its history.
+Token in, token out: if a batch has ids, these ids are the prompt or are scored; only a prompt
+without ids is rendered from its history.
 Alignment: entry t of a `full` belongs to token t; unscored entries are 0.
-Left out on purpose: texts or ragged rows as input, several samples of a prompt, distributions.
-policies/torchrl/ has these options of TorchRL's API.
+Texts or ragged rows as input, several samples per prompt and distributions are in
+policies/torchrl/, because no run needs them.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -64,11 +64,11 @@ class ChatPolicy(TensorDictModuleBase):
     micro_batch_tokens: the maximum of padded tokens in one scoring forward.
 
     A `stream` [B] in the input seeds each row; otherwise torch's generator does.
-    Log-probs of a response are those of the sampling distribution (temperature, top-p, ...), scores
-    those of the full distribution at the temperature.
+    Log-probs of a response belong to the sampling distribution (temperature, top-p, ...); scores
+    belong to the full distribution at the temperature.
     """
 
-    default_device = torch.device("cpu")  # of a model without weights
+    default_device = torch.device("cpu")  # device of a model without weights
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class ChatPolicy(TensorDictModuleBase):
 
     @property
     def room(self) -> float:
-        """Return the most tokens of a prompt; inf = any."""
+        """Return the largest number of tokens of a prompt; inf = no limit."""
         return self.limits.room(self.max_positions)
 
     @property
@@ -196,7 +196,7 @@ class ChatPolicy(TensorDictModuleBase):
         return None if chats is None else [records_of(chat) for chat in chats.unbind(0)]
 
     def prompt_ids(self, td: TensorDictBase, records: Records | None = None) -> Sequences:
-        """Return the ids of the prompts, padded left: those of td, else of its rendered chats."""
+        """Return the ids of the prompts, padded left, from td or, if it has none, rendered."""
         ids = rows(td, ("tokens", "prompt"))
         if ids is not None:
             masks, ragged = rows(td, "attention_mask"), is_ragged(td.get("tokens"))
@@ -265,7 +265,7 @@ class ChatPolicy(TensorDictModuleBase):
         return done
 
     def _placed(self, containers: dict[type, Any], size: int) -> TensorDict:
-        """Return a td [size] with the containers at their keys, without those that have none."""
+        """Return a td [size] with the containers that have a key, at this key."""
         keys = self.container_keys()
         placed = {keys[kind]: value for kind, value in containers.items() if keys[kind] is not None}
         return TensorDict(placed, batch_size=[size])
@@ -357,7 +357,7 @@ class ChatPolicy(TensorDictModuleBase):
     def scoring_temperature(
         self, td: TensorDictBase, key: NestedKey | None = None
     ) -> Tensor | float:
-        """Return the scoring temperature: that of td [B] at `key`, else the policy's."""
+        """Return the scoring temperature, from td [B] at `key` or, without it, the policy's."""
         temperatures = None if key is None else td.get(key, None)
         return (self.temperature or 1.0) if temperatures is None else temperatures.to(self.device)
 

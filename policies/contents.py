@@ -1,10 +1,8 @@
-"""What a result was made of, by content: files, code and the rest of a configuration. Torch-free.
+"""Hashes of what a result was made of: files, code and the rest of a configuration. Torch-free.
 
-`content_key` names a cached result, `sha256_of_inputs` is saved with a run: a resume and the other
-modes compare it.
-
-Left out on purpose: models and data of the hub, which count by name; modules that code imports by
-a text (`importlib.import_module(name)`); installed packages.
+`content_key` names a cached result. `sha256_of_inputs` is saved with a run: a resume and the other
+modes compare it. Models and data of the hub count by name. Not hashed: installed packages, and
+modules that code imports by a text (`importlib.import_module(name)`).
 """
 
 import ast
@@ -23,13 +21,13 @@ from typing import Any
 
 from policies.files import sha256_of_path, sha256_of_texts
 
-TEXTS = (".json", ".jinja", ".txt", ".model")  # files of a model folder, without weights
+TEXTS = (".json", ".jinja", ".txt", ".model")  # files of a model folder other than weights
 # Keys that name files and folders.
 INPUTS = ("dataset", "eval_dataset", "chat_template", "model", "reference", "reward_model")
 WEIGHED = ("policy.model", "kl.reference", "teacher.reference")  # their weights have a hash
 VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")  # not resolved in a configuration to be saved
 ADAPTER = "adapter_config.json"
-CODE = ("envs", "policies", "trainer")  # of leash; conf/ is in each configuration
+CODE = ("envs", "policies", "trainer")  # leash's packages; conf/ is in each configuration
 
 
 def content_key(*sources: Any) -> str:
@@ -55,8 +53,8 @@ def sha256_of_inputs(node: Any, path: str = "", *, weights: bool = False) -> dic
     """Return the sha256 of the files that a configuration names, by their keys.
 
     Covers files and folders of data, templates and models, files under other keys, and the code of
-    each `_target_` outside of leash. `weights=False` leaves out those of the policy and of the
-    references, which a run hashes when it loads them.
+    each `_target_` outside of leash. `weights=False` leaves out weights of the policy and of the
+    references, because a run hashes them when it loads them.
     """
     out: dict[str, str] = {}
     children = node.items() if isinstance(node, dict) else enumerate(node)
@@ -81,7 +79,7 @@ def sha256_of_inputs(node: Any, path: str = "", *, weights: bool = False) -> dic
 def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
     """Describe what differs between two results of `sha256_of_inputs`, by its key.
 
-    Keys that only one of them has do not count, but for rows: those of a file and of the hub.
+    Keys that only one of them has do not count, except keys of rows (a file against the hub).
     """
     out = {}
     for key in {**before, **now}:

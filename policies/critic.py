@@ -1,6 +1,6 @@
 """PPO's critic: the value of each token, from the hidden states of the policy or of a copy.
 
-`Scorer.critic` has it: values and log-probs come from one forward.
+It is `Scorer.critic`, so values and log-probs come from one forward.
 """
 
 from typing import Literal

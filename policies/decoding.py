@@ -2,8 +2,8 @@
 
 policies/sampler.py draws the tokens and ends the responses.
 
-On a GPU a step is a thousand launches, which take several times as long as their work. There a CUDA
-graph launches them at once, for models whose forward does not depend on values: GRAPHED.
+On a GPU a step has a thousand kernel launches, which take several times as long as the kernels. A
+CUDA graph launches all at once, for models whose forward does not depend on values (GRAPHED).
 """
 
 from typing import Any, ClassVar
@@ -18,11 +18,11 @@ from policies.layout import takes_masks
 from policies.padding import positions
 
 GRAPHED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROOM = 128  # tokens that the buffers of a graph have room for, at least
-FREE_SHARE = 0.8  # of the free memory, for the cache of a rollout
-GROWTH = 2.5  # a full buffer is copied into one that is larger by half
+ROOM = 128  # smallest number of tokens in the buffers of a graph
+FREE_SHARE = 0.8  # share of the free memory for the cache of a rollout
+GROWTH = 2.5  # old and new buffer together: a full one is copied into one larger by half
 LOGITS = 6  # float32 copies of a row's logits in a step
-FEW = 64  # rows of a graph; a step of fewer takes as long
+FEW = 64  # smallest number of rows of a graph; a step with fewer takes as long
 
 
 def decode(model: nn.Module, prompts: Tensor, attention: Tensor) -> "Decoding":
@@ -89,7 +89,7 @@ class Decoding:
         self.logits = out.logits[owner, -1].float()  # [n, V]
 
     def advance(self, sampled: Tensor, active: Tensor) -> None:
-        """Feed the sampled tokens [n] of the rows `active`; the other rows leave."""
+        """Feed the sampled tokens [n] of the rows `active`; drop the other rows."""
         if len(active) < len(sampled):
             self.cache.reorder_cache(active)
             self.mask, self.position = self.mask[active], self.position[active]
@@ -112,20 +112,20 @@ class GraphDecoding(Decoding):
     FEW rows have ended, the others move to smaller buffers. Full buffers grow by half.
     """
 
-    # Of each device the stream of all captures and the last graph: a new one uses the same memory.
+    # device -> stream of all captures, last graph: a new graph uses the memory of the last one.
     captures: ClassVar[dict[torch.device, tuple[Any, Any]]] = {}
 
     def __init__(self, model: nn.Module, prompts: Tensor, attention: Tensor) -> None:
         super().__init__(model, prompts, attention)
         self.filled = self.mask.shape[-1]  # slots of the buffers
-        self.slot = torch.zeros(1, dtype=torch.int64, device=prompts.device)  # of the next token
+        self.slot = torch.zeros(1, dtype=torch.int64, device=prompts.device)  # the next slot
         self.rows = torch.arange(len(prompts), device=prompts.device)
         for layer in self.cache.layers:
             layer.__class__, layer.slot = FixedLayer, self.slot
         self._fit()
 
     def advance(self, sampled: Tensor, active: Tensor) -> None:
-        """Feed the sampled tokens [n] of the rows `active`; the other rows leave."""
+        """Feed the sampled tokens [n] of the rows `active`; drop the other rows."""
         self.rows = self.rows[active]  # [n] places in the buffers
         sparse = len(self.ids) > FEW and 2 * len(active) <= len(self.ids)
         if sparse or self.filled == self.mask.shape[-1]:
@@ -174,8 +174,8 @@ class GraphDecoding(Decoding):
         graph, pool = torch.cuda.CUDAGraph(), last.pool() if last else None
         side.wait_stream(main := torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            self._forward()  # kernels are loaded and chosen outside the capture
-            # torch.cuda.graph would empty the cache of the allocator first, at each rollout.
+            self._forward()  # loads and chooses kernels, which a capture cannot
+            # torch.cuda.graph would empty the allocator's cache at each rollout.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self.out = self._forward()
@@ -201,7 +201,7 @@ class FixedLayer(DynamicLayer):
 
 
 class NarrowLayer(DynamicLayer):
-    """The cache of a layer in the dtype of the products: autocast would cast it for each token."""
+    """The cache of a layer in autocast's dtype, because autocast would cast it for each token."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Append keys and values; rotary embeddings make the keys float32."""

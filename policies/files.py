@@ -52,8 +52,8 @@ def read_manifest(
 ) -> dict[str, Any] | None:
     """Return the manifest of an intact folder; None if it is absent, incomplete or damaged.
 
-    With `full`, a file that it does not list is damage too, except hidden ones (.DS_Store).
-    `share`: of the files of tensors, those that this process hashes.
+    If `full`, a file that it does not list is damage too, except hidden files (.DS_Store).
+    `share`: the slice of the tensor files that this process hashes.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -91,7 +91,7 @@ def write_manifest(
 ) -> dict[str, Any]:
     """List every file of a finished folder with its sha256, flush all to disk, return the list.
 
-    hashed: the entries of files that other processes wrote.
+    hashed: entries of the files that other processes wrote.
     """
     make_readable(folder)
     files = dict(hashed or {})

@@ -1,6 +1,6 @@
-"""Tensors that stay on the host: a GPU waits whenever the host reads what it has computed.
+"""Tensors that stay on the host, because reading a GPU tensor there synchronises the GPU.
 
-Layouts and indices are planned from copies on the CPU. What they say is sent without a wait.
+Layouts and indices are planned from copies on the CPU and sent to the GPU without synchronisation.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OnHost:
-    """A CPU tensor as an argument of a wrapped module: DDP and FSDP2 would move a bare one."""
+    """A CPU tensor as an argument of a wrapped module: DDP and FSDP2 would move a bare tensor."""
 
     tensor: Tensor
 
@@ -26,7 +26,7 @@ def send(tensor: Tensor, device: torch.device | None) -> Tensor:
     """Return a tensor on the device (None: where it is); a copy from the CPU is only queued."""
     if device is None:
         return tensor
-    # MPS reads the memory later, when it may be gone.
+    # MPS reads the memory later, when it may already be freed.
     queued = tensor.device.type == "cpu" and device.type != "mps"
     return tensor.to(device, non_blocking=queued)
 
@@ -49,6 +49,6 @@ def placed(values: Tensor, keep: Tensor) -> Tensor:
 def _places(keep: Tensor, values: Tensor) -> tuple[Tensor, ...]:
     """Return rows and columns of kept places, [K] each, where the values are.
 
-    With a mask on the CPU nothing waits; a bool index waits in the forward or the backward.
+    With a mask on the CPU this does not synchronise; a bool index would, in forward or backward.
     """
     return send(keep.nonzero(), values.device).unbind(1)

@@ -3,10 +3,10 @@
 A layout has the inputs of the model, R rows of length L, and for each kept token the position of
 the hidden state that predicts the token. Only the scorer uses layouts.
 
-`shared` puts a group into one row, [prompt, response 1, ..., response G]. For each response the
-position ids restart after the prompt, and a [R, 1, L, L] mask lets the response attend to the
-prompt and itself. The result is exact (the same sums in another order), and the row has one prompt
-instead of G. `packed` puts whole sequences into one row in the same way, without a shared prompt.
+`shared` puts a group into one row, [prompt, response 1, ..., response G], with one prompt instead
+of G. For each response the position ids restart after the prompt, and a [R, 1, L, L] mask lets the
+response attend to the prompt and itself, so the result is exact up to the order of sums. `packed`
+puts whole sequences into one row in the same way, without a shared prompt.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from policies.padding import pad, positions, unpad
 # Families whose forward takes position ids and an explicit 4-D mask; checked in the tests.
 SHARES_PROMPTS = frozenset({"llama", "qwen2", "qwen3", "gpt2", "gemma"})
 PACKED = 2048  # tokens of a packed row; the mask of the row takes PACKED**2 bytes
-WIDEST = 4096  # maximal number of tokens in a shared row
+WIDEST = 4096  # largest number of tokens in a shared row
 
 
 def takes_masks(config: Any) -> bool:
@@ -41,9 +41,9 @@ class Layout:
     position_ids: Tensor  # [R, L] int64
     attention_mask: Tensor  # [R, L] bool, or [R, 1, L, L] bool
     source: Tensor  # [K] index, in the inputs, of the hidden state that predicts each kept token
-    # [R] tokens of a shared prompt, of each of its responses, of the padding
+    # per row [R]: number of tokens of the shared prompt, of each response, and of padding
     trees: list[list[int]] | None = None
-    grid: Grid | None = None  # then the inputs are one row [1, N]; mask and trees are of the grid
+    grid: Grid | None = None  # set by `unpadded`: inputs are [1, N], mask and trees stay by row
 
     def to(self, device: torch.device) -> "Layout":
         """Return the layout on a device."""
@@ -53,9 +53,9 @@ class Layout:
         return replace(self, **{name: send(getattr(self, name), device) for name in names})
 
     def unpadded(self) -> "Layout":
-        """Return the layout with all tokens in one row, for layers that see each token alone.
+        """Return the layout without padding, all tokens in one row, for layers that work by token.
 
-        Attention spreads them over rows again. The same layout if little of it is padding.
+        Attention restores the rows. If there is little padding, return the layout itself.
         """
         rows, length = self.input_ids.shape
         index = torch.arange(length, device=self.input_ids.device)
@@ -68,7 +68,7 @@ class Layout:
         if real.sum() > 0.95 * real.numel():
             return self
         ids, position = (x[real][None] for x in (self.input_ids, self.position_ids))
-        place = real.flatten().cumsum(0) - 1  # [R * L] in the row
+        place = real.flatten().cumsum(0) - 1  # [R * L] place in the row
         grid = Grid(rows, real.flatten().nonzero().squeeze(-1))
         return Layout(ids, position, mask, place[self.source], self.trees, grid)
 
@@ -110,7 +110,7 @@ def _trees(
 ) -> Layout:
     """Lay out each tree of sequences in one row; `lengths`: shared prompt tokens of each tree.
 
-    The mask, which is large, is computed on `device` (None: that of the tokens).
+    The mask, which is large, is computed on `device` (None: the device of the tokens).
     """
     rows = unpad(tokens, attention)
     ids, position_ids, segments = [], [], []  # a tensor per tree
@@ -119,7 +119,7 @@ def _trees(
     for tree, (members, length) in enumerate(zip(trees, lengths, strict=True)):
         responses = [rows[i][length:] for i in members]
         size = [length, *map(len, responses)]
-        columns = [*accumulate(size)][:-1]  # the first of each response
+        columns = [*accumulate(size)][:-1]  # first column of each response
         for i, column in zip(members, columns, strict=True):
             places[i] = tree, length, column
         sizes.append(size)
@@ -135,7 +135,7 @@ def _trees(
     segment = send(pad(segments, -1), device or tokens.device)  # [R, L], -1 for padding
     width = input_ids.shape[1]
     row, prefix, column = torch.tensor(places, device=tokens.device).T.unsqueeze(-1)  # [B, 1] each
-    # The state at t - 1 predicts token t, and is the prompt's or the response's own.
+    # The state at t - 1 predicts token t; it is in the shared prompt or in the response's columns.
     before = positions(attention) - 1  # [B, T]
     source = row * width + torch.where(before < prefix, before, column + before - prefix)  # [B, T]
     with_padding = [[*size, width - sum(size)] for size in sizes]
@@ -181,7 +181,7 @@ def _common_prefix(rows: list[Tensor]) -> int:
 
 
 def tree_mask(segment: Tensor) -> Tensor:
-    """Return the mask [R, 1, L, L]: causal attention to the own response and the shared prompt."""
+    """Return the mask [R, 1, L, L]: causal attention to the token's response and its prompt."""
     size = segment.shape[1]
     key, query = segment[:, None, :], segment[:, :, None]
     related = (key == 0) | (key == query)
@@ -222,10 +222,10 @@ def groups(group_id: Tensor) -> list[list[int]]:
 def pack_rows(
     attention: Tensor, limit: int, *, group_id: Tensor | None = None, padded: bool = True
 ) -> list[list[int]]:
-    """Return parts of the rows, each of at most `limit` tokens; attention [B, T].
+    """Split the rows into parts of at most `limit` tokens; attention [B, T].
 
-    The size of a part is number of rows * longest row, with `padded=False` the sum of the rows.
-    Only a group above the limit is split; a row above the limit is a part by itself.
+    The size of a part is number of rows * longest row, or if not `padded` the sum of the rows. A
+    group is split only if it exceeds the limit; a row above the limit is a part by itself.
     """
     sizes = attention.sum(-1).tolist()
 

@@ -18,11 +18,11 @@ class Limits:
     temperature: float = 1.0
     max_new_tokens: int = 64
     max_prompt_tokens: int | None = None
-    max_rows: int | None = None  # sampled at a time
+    max_rows: int | None = None  # rows sampled at a time
     stop: tuple[str, ...] = ()
-    eos_token_id: tuple[int, ...] | None = None  # instead of the model's and the template's
+    eos_token_id: tuple[int, ...] | None = None  # replaces the ids of model and template
     pad_token_id: int | None = None
-    skip_special_tokens: bool = False  # in the texts
+    skip_special_tokens: bool = False  # leave them out of the texts
     filters: Filters = NO_FILTERS
 
     def __post_init__(self) -> None:
@@ -41,17 +41,17 @@ class Limits:
         return {k: v for k, v in chosen.items() if v != neutral[k]}
 
     def unscored(self) -> list[str]:
-        """Return the options that change samples alone; scores depend on the temperature only."""
+        """Return the options that change samples but not scores, which have only a temperature."""
         return [*self.narrowing()]
 
     def stop_finder(self, tokenizer: Any) -> Callable[[list[int]], bool] | None:
-        """Return a test of whether a response holds a stop text; None without stop texts."""
+        """Return a function that says whether ids contain a stop text; None without stop texts."""
         if not self.stop:
             return None
         return lambda ids: any(text in tokenizer.decode(ids) for text in self.stop)
 
     def check_positions(self, most: int | None) -> None:
-        """Raise if the longest prompt and response together exceed the model's `most` positions."""
+        """Raise ValueError if the longest prompt and response exceed the `most` positions."""
         total = (self.max_prompt_tokens or 1) + self.max_new_tokens
         if most is not None and total > most:
             raise ValueError(
@@ -60,12 +60,12 @@ class Limits:
             )
 
     def room(self, most: int | None) -> float:
-        """Return the most tokens of a prompt, of a model with `most` positions; inf = any."""
+        """Return the largest number of tokens of a prompt; `most`: the model's positions."""
         positions = torch.inf if most is None else most - self.max_new_tokens
         return min(self.max_prompt_tokens or torch.inf, positions)
 
     def check_lengths(self, attention: Tensor, most: int | None) -> None:
-        """Raise if a prompt exceeds max_prompt_tokens, or `most` positions with its response.
+        """Raise ValueError if a prompt exceeds max_prompt_tokens, or with a response `most`.
 
         attention [B, T] is the mask of the prompts.
         """

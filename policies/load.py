@@ -48,7 +48,7 @@ def load_policy(
 ) -> TransformersPolicy:
     """Return the generating policy on `model`: a folder, an embedded model or a hub id.
 
-    dtype is that of the weights; autocast that of the matrix products (see `resolve_autocast`).
+    dtype: of the weights. autocast: of matrix multiplications (see `resolve_autocast`).
     attn_implementation, kernels: see `policies.models.find.load_model`.
     lora: arguments of `policies.models.lora.add_adapter`; then only the adapter is trained.
     gradient_checkpointing: compute the activations of each layer again in the backward.
@@ -90,7 +90,7 @@ def load_policy(
     )
     renderer = Renderer(tokenizer, chat_template)
     policy: Any = TransformersPolicy(scorer, tokenizer=tokenizer, renderer=renderer, limits=limits)
-    if chat_template is not None:  # the saved model speaks the template it was trained with
+    if chat_template is not None:  # saved with the model, which is trained with it
         policy.tokenizer.chat_template = policy.renderer.template
     policy.files, policy.source = files, source
     policy.classes = classes
@@ -110,7 +110,7 @@ def compute_again(network: Any) -> None:
 
 
 def resolve_autocast(name: str | None, device: torch.device) -> str | None:
-    """Return the dtype of matrix products; "auto" is bfloat16 where the device has it natively."""
+    """Return the dtype of matrix multiplications; "auto": bfloat16 if the device has it."""
     if name != "auto":
         return name
     if device.type == "cuda":
@@ -164,7 +164,7 @@ def load_reference(
 
 
 def weights_of(scorer: Scorer) -> ModelWeights:
-    """Return the weights of a scorer's model, or those of its adapter if it has one."""
+    """Return the weights of a scorer's adapter if it has one, else of its model."""
     if not has_adapter(scorer.model):
         return ModelWeights(scorer.model)
     from policies.models.lora import TRAINED, AdapterWeights
@@ -174,7 +174,7 @@ def weights_of(scorer: Scorer) -> ModelWeights:
 
 @torch.no_grad()
 def check_model(model: Any) -> int:
-    """Refuse a model whose scores or samples are not those of its own forward of a row.
+    """Raise ValueError if scores or samples differ from the model's own forward of a row.
 
     Freeze the weights that the row never reaches; return how many.
     """
@@ -193,7 +193,7 @@ def check_model(model: Any) -> int:
             "state, got other values; its head is not supported"
         )
     prompts, mask = ids[:, [0, 1]].repeat(3, 1), every[:, :2].repeat(3, 1)  # [3, 2]
-    prompts[2], mask[2, 0] = 0, False  # the row's first token alone
+    prompts[2], mask[2, 0] = 0, False  # only the row's first token
     with _supported(name, "sampled"):
         state = Decoding(model, prompts, mask)
         first = state.logits  # [3, V]
@@ -209,7 +209,7 @@ def check_model(model: Any) -> int:
 
 
 def freeze_unreached(model: torch.nn.Module, logits: torch.Tensor) -> int:
-    """Freeze weights that the logits do not depend on, as towers of images; return how many.
+    """Freeze weights that the logits do not depend on (image encoders); return how many.
 
     DDP waits for a gradient of every trained weight. An expert that the row does not use is
     trained: other experts of the same name are in the graph.
@@ -261,7 +261,7 @@ def frozen_copy(scorer: Scorer) -> Scorer:
 
 
 def cast_layers(scorer: Scorer) -> None:
-    """Cast the linear layers of a frozen model to the dtype of their products; scores are equal."""
+    """Cast the linear layers of a frozen model to the dtype of their matmuls; scores stay equal."""
     layers = list(scorer.model.modules())
     embeddings = [x.weight for x in layers if isinstance(x, torch.nn.Embedding)]  # shared by a head
     for layer in layers:
@@ -270,7 +270,7 @@ def cast_layers(scorer: Scorer) -> None:
 
 
 def _check_vocabulary(files: ModelFiles, rows: int, policy: TransformersPolicy) -> None:
-    """Refuse a model in which an id is another token than in the policy, or has no embedding."""
+    """Raise ValueError if an id is another token than in the policy, or has no embedding."""
     mine, theirs = policy.tokenizer.get_vocab(), load_tokenizer(files).get_vocab()
     named = {i: token for token, i in theirs.items()}
     for token, i in mine.items():

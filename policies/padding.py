@@ -1,7 +1,7 @@
 """Pad and unpad rows; nothing else in leash does.
 
 Rows are 1-D tensors of different lengths; a padded batch is [B, T] with a bool mask, True = keep.
-Left out on purpose: masks guessed from `ids != pad`. A mask comes from lengths.
+Masks come from lengths, never from `ids != pad`, because a row may contain the pad id.
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ def positions(mask: Tensor) -> Tensor:
 
 
 def predicted(attention: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Return the tokens to keep that have a predecessor, [B, T]; padding is never kept.
+    """Return the mask of tokens to keep that have a predecessor, [B, T]; padding is never kept.
 
     >>> predicted(torch.tensor([[False, True, True]])).tolist()
     [[False, False, True]]
@@ -100,7 +100,7 @@ def inner(container: TensorDictBase) -> TensorDictBase:
 
 
 def rows(td: TensorDictBase, key: str | tuple[str, ...]) -> list[Tensor] | None:
-    """Return the rows at a key of a dense or lazily stacked TensorDict; None if it is missing."""
+    """Return the rows at a key of a dense or lazily stacked TensorDict; None without the key."""
     path = (key,) if isinstance(key, str) else tuple(key)
     owner = td if len(path) == 1 else td.get(path[:-1], None) if path else None
     if owner is None:
@@ -114,10 +114,10 @@ def rows(td: TensorDictBase, key: str | tuple[str, ...]) -> list[Tensor] | None:
 
 
 def attended(ids: list[Tensor], masks: list[Tensor] | None, *, ragged: bool) -> list[Tensor]:
-    """Return the ids that the masks keep, row by row; without masks all of them.
+    """Return the ids that the masks keep, row by row; without masks all ids.
 
-    Rows of a lazy stack (`ragged`) hold no padding, so a mask of another length is ignored; for
-    dense rows it is a ValueError.
+    Rows of a lazy stack (`ragged`) hold no padding, so a mask of another length is ignored. Raise
+    ValueError for such a mask of dense rows.
 
     >>> attended([torch.tensor([0, 7])], [torch.tensor([0, 1])], ragged=False)
     [tensor([7])]

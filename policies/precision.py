@@ -9,5 +9,5 @@ if TYPE_CHECKING:
 
 
 def in_float64(x: Tensor) -> Tensor:
-    """Return a tensor in float64, on the CPU where its device has none (Apple's MPS)."""
+    """Return a tensor in float64, on the CPU if its device has no float64 (Apple's MPS)."""
     return (x.cpu() if x.device.type == "mps" else x).double()

@@ -19,9 +19,9 @@ from policies.scorer import Scorer
 class Generator(Protocol):
     """Sample responses: a call writes tokens, masks, log-probs and histories into a TensorDict.
 
-    `version` counts weight syncs, `get_new_version` returns the same weights with other settings,
-    `at_temperature` with another temperature, `for_rollouts` with those of `trainer.collect`.
-    Rollouts run in the context `sampling`.
+    `version` counts weight syncs. `get_new_version` returns a generator on the same weights with
+    other settings, `at_temperature` with another temperature, `for_rollouts` with the settings of
+    `trainer.collect`. Rollouts run in the context `sampling`.
     """
 
     version: int
@@ -48,10 +48,10 @@ class Generator(Protocol):
 
 
 class EngineGenerator(Generator, Protocol):
-    """Sample with a copy of the weights, which `load_weights` replaces; `scorer` probes it.
+    """Sample with a copy of the weights, which `load_weights` replaces; `scorer` scores with it.
 
-    `load_weights` iterates over all of them on every rank: with shards each step gathers one.
-    `tolerance`: the largest allowed difference of log-probs to the policy's, nats.
+    `load_weights` iterates over all weights on every rank, because with shards each step gathers
+    one weight. `tolerance`: the largest allowed difference to the policy's log-probs, nats.
     """
 
     scorer: Any
@@ -61,7 +61,7 @@ class EngineGenerator(Generator, Protocol):
 
 
 class Policy(Generator, Protocol):
-    """Learn: the optimiser moves the scorer around the model; the policy can sample too.
+    """Learn: the optimiser updates the model inside `scorer`; the policy can sample too.
 
     `files` are the model files it was loaded from, `system_prompt` precedes each chat; a policy
     built by hand may have neither.

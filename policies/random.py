@@ -1,7 +1,7 @@
 """Counter-based uniforms: a draw depends on its stream and position, not on the batch.
 
-A stream is an int64 folded from (seed, iteration, prompt, sample). Two runs that agree on the
-stream agree on the sample, for any batch and any number of ranks.
+A stream is an int64 folded from (seed, iteration, prompt, sample). So the same stream gives the
+same sample, for any batch and any number of ranks.
 The mixer is the finaliser of SplitMix64 (Steele, Lea, Flood 2014), on wrapping int64.
 """
 
@@ -43,7 +43,7 @@ def fold(*parts: int | Tensor) -> Tensor:
 def uniforms(stream: Tensor, position: Tensor) -> Tensor:
     """Return float64 uniforms in [0, 1) for each (stream, position), broadcast together.
 
-    52 bits, so that u * total < total holds in float64 and the last token is never overrun.
+    They have 52 bits, so that u * total < total in float64 and `inverse_cdf` stays within V.
     """
     bits = mix(mix(stream) + (position + 1) * _GOLDEN)
     return in_float64(_shift(bits, 12)) / 2.0**52

@@ -2,9 +2,10 @@
 
 The log-prob of a token comes from the very logits it was sampled from, at the sampling temperature
 and after the filters (see Filters).
-Draws are by inverse CDF on counter-based uniforms, so a row's response does not depend on the
-batch. A prompt that several adjacent rows share is run once; rows that have ended leave the batch.
-Left out on purpose: beams, and what only transformers' processors do (torchrl/generate_kwargs.py).
+A token is drawn by inverse CDF from a uniform number that depends only on the row's stream and the
+position, so a response does not depend on the other rows of the batch. If adjacent rows have the
+same prompt, its forward runs once. Finished rows are removed from the batch. Not supported: beam
+search, because it does not sample; logits processors (see torchrl/generate_kwargs.py).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -21,13 +22,13 @@ from policies.random import inverse_cdf, uniforms
 
 @dataclass(frozen=True)
 class Filters:
-    """Which filters to use; the defaults change nothing."""
+    """Filters of the sampling distribution; the defaults filter nothing."""
 
     top_k: int = 0  # the k likeliest tokens; 0 = all
     top_p: float = 1.0  # the likeliest tokens that hold this probability together
     min_p: float = 0.0  # tokens at least this probable, relative to the likeliest
-    min_new_tokens: int = 0  # no token that ends the response before
-    repetition_penalty: float = 1.0  # logits of tokens seen in prompt or response, divided by it
+    min_new_tokens: int = 0  # no end token before this many tokens
+    repetition_penalty: float = 1.0  # divides logits > 0 of seen tokens, multiplies logits < 0
 
     def __post_init__(self) -> None:
         """Raise ValueError for values out of range."""
@@ -40,7 +41,7 @@ class Filters:
             raise ValueError("expected repetition_penalty > 0, got 0")
 
     def process(self, logits: Tensor, *, seen: Tensor | None, step: int, ends: Tensor) -> Tensor:
-        """Return logits with the penalty on `seen` tokens and, early on, without the `ends`."""
+        """Return logits with the penalty on `seen`, and -inf at `ends` before min_new_tokens."""
         if seen is not None:
             weaker = torch.where(
                 logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty
@@ -51,7 +52,9 @@ class Filters:
         return logits
 
     def cut(self, logits: Tensor) -> Tensor:
-        """Return tempered logits [..., V] with -inf at what top-k, top-p and min-p leave out.
+        """Return logits [..., V] with -inf for the tokens that top-k, top-p and min-p remove.
+
+        The logits are already divided by the temperature.
 
         >>> Filters(top_p=0.7).cut(torch.tensor([[2.0, 1.0, 0.0]])).tolist()
         [[2.0, 1.0, -inf]]
@@ -62,7 +65,7 @@ class Filters:
         if self.top_p < 1:
             ranked, order = logits.sort(descending=True)
             probs = ranked.softmax(-1)
-            over = probs.cumsum(-1) - probs >= self.top_p  # enough is kept without this one
+            over = probs.cumsum(-1) - probs >= self.top_p  # the tokens before suffice
             over[..., 0] = False
             logits = logits.masked_fill(over.scatter(-1, order, over), -torch.inf)
         if self.min_p > 0:
@@ -82,16 +85,16 @@ class Sampled:
     ids: Tensor  # [B, n] int64
     log_probs: Tensor  # [B, n] float32; the first entry is a real log-prob
     lengths: Tensor  # [B] int64
-    complete: Tensor  # [B] bool, ended by itself
+    complete: Tensor  # [B] bool, False if the token limit cut it
 
     @property
     def mask(self) -> Tensor:
-        """Return which entries are tokens, [B, n] bool."""
+        """Return the mask of tokens, [B, n] bool."""
         index = torch.arange(self.ids.shape[1], device=self.lengths.device)
         return index < self.lengths.unsqueeze(-1)
 
     def ends(self, stop_ids: Collection[int]) -> Tensor:
-        """Return where a response's last token is one of `stop_ids`, [B, n] bool."""
+        """Return the mask of last tokens that are in `stop_ids`, [B, n] bool."""
         last = self.mask & (self.mask.cumsum(-1) == self.lengths.unsqueeze(-1))
         return last & torch.isin(self.ids, self.ids.new_tensor(sorted(stop_ids)))
 
@@ -118,7 +121,7 @@ class Stop:
     text: Callable[[list[int]], bool] | None = None  # whether a row's response contains a stop text
 
     def __call__(self, responses: Tensor, ids: Tensor) -> Tensor:
-        """Return which responses [n, t] end with their last token, [n] bool; ids as a tensor."""
+        """Return the mask [n] of responses [n, t] that end here; ids: `self.ids` as a tensor."""
         ended = torch.isin(responses[:, -1], ids)
         if self.text is None:
             return ended
@@ -140,8 +143,8 @@ def sample(
 ) -> Sampled:
     """Sample one response to each prompt of [B, T], padded left; temperature 0 is greedy.
 
-    attention [B, T] bool, without it every token counts; streams [B] int64. Greedy log-probs are
-    those of temperature 1; top-k, top-p and min-p change nothing there.
+    attention [B, T] bool, by default all True; streams [B] int64. Greedy sampling returns log-probs
+    at temperature 1, and top-k, top-p and min-p have no effect.
     """
     attention = torch.ones_like(prompts, dtype=torch.bool) if attention is None else attention
     if not attention.any(-1).all():
@@ -160,7 +163,7 @@ def sample(
     draws = uniforms(streams[:, None], starts[:, None] + steps)  # [B, max_new_tokens]
     state = decode(model, prompts, attention)
     seen = None
-    if filters.repetition_penalty != 1:  # which tokens are in each row so far, [B, V]
+    if filters.repetition_penalty != 1:  # mask of tokens in each row so far, [B, V]
         seen = torch.zeros(size, state.logits.shape[-1], dtype=torch.bool, device=device)
         seen[attention.nonzero()[:, 0], prompts[attention]] = True
     for step in range(max_new_tokens):
@@ -181,7 +184,7 @@ def sample(
         lengths[alive] = step + 1
         ended = stop(responses[alive, : step + 1], stop_ids)
         complete[alive] = ended
-        active = (~ended).nonzero().squeeze(-1)  # [n] rows; the one wait for the device of a token
+        active = (~ended).nonzero().squeeze(-1)  # [n] rows; synchronises the GPU, once per token
         alive = alive[active]
         if len(alive) == 0 or step + 1 == max_new_tokens:
             break

@@ -1,8 +1,9 @@
 """The scorer: sequences in, aligned per-token log-probabilities out.
 
 Entry t of each result belongs to token t, given the tokens before it; entries outside `keep` are 0.
-`accelerator.prepare` wraps the scorer, so a forward with gradients must be the scorer's forward.
-The forward uses a TokenDistribution of the kept tokens, which never holds logits [B, T, V].
+A forward with gradients must be the scorer's `forward`, because DDP and FSDP2 act only in the
+forward of the module that `accelerator.prepare` wrapped.
+It uses a TokenDistribution of the kept tokens, which never holds logits [B, T, V].
 
 Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden, E experts.
 """
@@ -24,7 +25,7 @@ from policies.token_distribution import Head, Scores, TokenDistribution
 
 
 class Placement:
-    """Placement of weights over ranks: here every rank holds every weight."""
+    """Placement of weights over ranks; this base class: every rank holds every weight."""
 
     gathered = True  # whether this rank holds full weights now
     device: torch.device | None = None  # device of forwards; None: the device of the weights
@@ -53,13 +54,13 @@ class Placement:
 
 LOCAL = Placement()
 
-# Names that configs have for the head's cap and factor; another head is refused at load.
+# Config names of the logits' soft cap and factors; a model with other ones is refused at load.
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon-H1
 DIVISORS = ("logits_scaling",)  # Granite
-CHOSEN = ("num_experts_per_tok", "top_k_experts")  # the second: Gemma 4
-# What `max_positions` is called in a config: rows past it would change each other's rotary
-# embeddings, which longrope chooses by the longest row of a forward.
+CHOSEN = ("num_experts_per_tok", "top_k_experts")  # experts per token; the second is Gemma 4's
+# Name of `max_positions` in a config. With longrope a longer row would change the rotary embeddings
+# of all rows in the forward, which depend on the longest row.
 POSITIONS = "max_position_embeddings, with longrope original_max_position_embeddings"
 
 
@@ -71,8 +72,8 @@ def placement_of(part: Any) -> Placement:
 class Scorer(nn.Module):
     """Score sequences with a causal language model.
 
-    With `share_prompts` a forward has the prompt of a group once (see policies/layout.py).
-    `autocast` is the dtype of the matrix products; None: the dtype of the weights.
+    With `share_prompts` a forward computes the prompt of a group once (see policies/layout.py).
+    `autocast`: dtype of matrix multiplications; None: the dtype of the weights.
     """
 
     placement: Placement = LOCAL
@@ -87,15 +88,15 @@ class Scorer(nn.Module):
                 f"{type(model).__name__}; derive the class from PreTrainedModel"
             )
         self.model, self.autocast = model, autocast
-        self.critic: Any = None  # a policies.critic.Critic: values of the same forward
-        self.temperature_factor = 1.0  # of a teacher: its logits are divided by this as well
+        self.critic: Any = None  # a policies.critic.Critic, for values in the same forward
+        self.temperature_factor = 1.0  # also divides the logits, for a teacher
         self.compiled = False  # whether torch.compile fuses the slices of the head
         self.share_prompts = share_prompts and layouts.takes_masks(model.config)
 
     def train(self, mode: bool = True) -> "Scorer":
-        """Stay in eval mode, so that updates compute what sampling computed (routers add noise).
+        """Keep the model in eval mode, so that updates have no router noise, like sampling.
 
-        Only layers that compute their activations again take the mode: they ask for it.
+        Exception: layers with gradient checkpointing, which checkpoint only in training mode.
         """
         super().train(False)
         for module in self.modules():
@@ -105,7 +106,7 @@ class Scorer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of forwards: that of the weights unless they are sharded."""
+        """Return the device of forwards: the device of the weights unless they are sharded."""
         return self.placement.device or next(self.model.parameters()).device
 
     def forward(
@@ -129,11 +130,11 @@ class Scorer(nn.Module):
         tokens [B, T] int64 padded on any side, attention_mask [B, T] bool, keep [B, T] bool
         (default: every attended token), temperature a number or [B], group_id [B] equal for rows
         of one prompt. The first attended token has 0. `entropy` has a gradient only with
-        `learn_entropy`. `reference` adds the exact KL, from `ref_states` if given: its `states`.
-        `mixture` selects another divergence (`TokenDistribution.scores`).
-        Inputs on the CPU (as `OnHost` past DDP and FSDP2) spare a GPU the waits of the layout.
-        `pack` puts several rows into one. `balance` adds the imbalance of the experts; ValueError
-        for a model without routers.
+        `learn_entropy`. `reference`: add the exact KL to this scorer, which runs here unless
+        `ref_states` are given, its `states`. `mixture` selects another divergence
+        (`TokenDistribution.scores`). Inputs on the CPU (as `OnHost` through DDP and FSDP2) spare
+        the layout a GPU synchronisation. `pack`: concatenate rows to avoid padding. `balance`: add
+        the load-balancing loss of experts; raise ValueError if the model has no routers.
         """
         tokens, attention_mask = bare(tokens), bare(attention_mask)
         temperature, group_id = bare(temperature), bare(group_id)
@@ -196,7 +197,7 @@ class Scorer(nn.Module):
     def _run(self, layout: layouts.Layout, *, routers: bool = False) -> tuple[Tensor, list[Tensor]]:
         """Return the states that predict the kept tokens, [K, H].
 
-        With `routers` also what each router computes for these tokens, [K, E].
+        With `routers` also the outputs of each router for these tokens, [K, E].
         """
         takes_trees = getattr(self.model.config, "_attn_implementation", None) == ATTENTION
         if takes_trees and layout.input_ids.device.type == "cpu":
@@ -232,12 +233,12 @@ class Scorer(nn.Module):
     def precision(self) -> AbstractContextManager:
         """Return the autocast context that sampling and scoring share."""
         on = self.autocast is not None
-        cached = self.placement.gathered  # a cache would keep a copy of every sharded weight
+        cached = self.placement.gathered  # autocast would cache a copy of every shard
         return torch.autocast(self.device.type, self.autocast, enabled=on, cache_enabled=cached)
 
     def _layout(self, tokens, attention, keep, group_id, pack: bool = False) -> layouts.Layout:
         limit = max_positions(self.model)
-        if limit is not None and tokens.shape[1] > limit:  # without a wait for the device
+        if limit is not None and tokens.shape[1] > limit:  # no GPU synchronisation
             longest = int(attention.sum(-1).max())
             if longest > limit:
                 raise ValueError(
@@ -268,7 +269,7 @@ class Scorer(nn.Module):
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return the config of a model's text decoder; of most models it is the config."""
+    """Return the config of a model's text decoder; most models have only one config."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -280,12 +281,11 @@ def _first(config: Any, names: Sequence[str]) -> float | None:
 
 
 def imbalance(routers: Sequence[Tensor], keep: Tensor, *, chosen: int) -> Tensor:
-    """Return the load-balancing loss of each kept token, [K]; balanced experts have 1.
+    """Return the load-balancing loss of each kept token, [K]; it is 1 for balanced experts.
 
-    routers: outputs [K, E] of each one for the states that predict the kept tokens, of which a
-    state goes to `chosen` experts. A token has the mean over routers of sum_e f[e] p[e], where
-    f[e] = E / chosen * share of the tokens of its row with e among their `chosen` largest logits.
-    p is the softmax. f has no gradient.
+    routers: outputs [K, E] of each router for the states that predict the kept tokens. The loss of
+    a token is the mean over routers of sum_e f[e] p[e]. p is the softmax. f[e] is E / chosen times
+    the share of the row's tokens that have e among their `chosen` experts; it has no gradient.
     Source: DeepSeek-V3, arXiv 2412.19437 eq. 17 to 20, with p of Switch, arXiv 2101.03961 eq. 6.
     """
     row, tokens = keep.nonzero()[:, 0], keep.sum(-1, keepdim=True).clamp(min=1)  # [K], [B, 1]
@@ -304,17 +304,17 @@ def imbalance(routers: Sequence[Tensor], keep: Tensor, *, chosen: int) -> Tensor
 def _probabilities(outputs: Tensor) -> Tensor:
     """Return the probabilities of experts, [K, E], from the logits of a router.
 
-    Gemma 4's routers, and those of transformers 5.0, return probabilities under that name.
+    Gemma 4's routers, and all routers in transformers 5.0, return probabilities under that name.
     """
     wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     done = ((wide >= 0) & ((wide.sum(-1, keepdim=True) - 1).abs() < 1e-3)).all()
-    return torch.where(done, wide, wide.softmax(-1))  # without a wait for the device
+    return torch.where(done, wide, wide.softmax(-1))  # `if` would synchronise the GPU
 
 
 def body_of(model: Any) -> nn.Module:
-    """Return what computes the hidden states."""
+    """Return the module that computes the hidden states."""
     body = model.base_model
-    return getattr(model, "model", body) if body is model else body  # Llama 4 names one it lacks
+    return getattr(model, "model", body) if body is model else body  # Llama 4 has no such attribute
 
 
 def max_positions(model: nn.Module) -> int | None:

@@ -1,7 +1,8 @@
 """The distribution of each kept token, from the states before it, without logits [B, T, V].
 
-float32 logits exist for a slice of the vocabulary at a time. The backward reads the outputs of the
-head's product from the memory of the gradient to be, or else computes them again.
+float32 logits exist for a slice of the vocabulary at a time. The forward saves the outputs of the
+head's matmul in the memory of the coming gradient; if they do not fit, the backward computes them
+again.
 
 Letters: B rows, T tokens, K kept tokens, V vocabulary, H hidden.
 """
@@ -20,10 +21,10 @@ from torch.autograd.function import once_differentiable
 from policies.host import kept, placed, send
 from policies.models.fast.products import linear, mm
 
-SLICE = 2**20  # logits at a time, over the kept tokens: 4 MB of float32; on a GPU 64 times that
-NARROWEST = 512  # columns at a time at least: products of fewer are slow
-LOWEST = -1e30  # logit of a token that a head lacks: a probability of 0, and finite
-SAVED = 2**28  # bytes of outputs that wait for the backward in memory of their own
+SLICE = 2**20  # logits per slice over the kept tokens, 4 MB of float32; 64 times as many on a GPU
+NARROWEST = 512  # smallest number of columns per slice: matmuls with fewer are slow
+LOWEST = -1e30  # logit of a token that a head lacks: finite, with probability 0
+SAVED = 2**28  # largest number of bytes of outputs saved outside the memory of the gradient
 
 
 @dataclass(frozen=True)
@@ -31,22 +32,22 @@ class Scores:
     """Per-token results, each [B, T] and 0 outside the kept tokens."""
 
     log_probs: Tensor
-    entropy: Tensor | None = None  # nats, of the tempered distribution
+    entropy: Tensor | None = None  # nats, at the temperature
     divergence: Tensor | None = None  # nats, see `mixture` of TokenDistribution.scores
     values: Tensor | None = None  # reward, V(tokens < t) of the critic
-    imbalance: Tensor | None = None  # of the experts, see `imbalance` in policies/scorer.py
+    imbalance: Tensor | None = None  # load-balancing loss of experts, see policies/scorer.py
 
 
 @dataclass(frozen=True)
 class Head:
-    """The output embeddings: hidden [k, H] -> logits [k, V] in float32, of float64 in float64."""
+    """The output embeddings: hidden [k, H] -> logits [k, V], in float32 or float64."""
 
     weight: Tensor  # [V, H]
     bias: Tensor | None
-    cap: float | None  # of the logits, as Gemma 2 has it
-    dtype: torch.dtype | None = None  # of the product, None for that of the weight
-    factor: float = 1.0  # of the logits, before the cap, as Granite and Cohere have it
-    compiled: bool = False  # whether torch.compile fuses what follows the product
+    cap: float | None  # soft cap of the logits, as in Gemma 2
+    dtype: torch.dtype | None = None  # dtype of the matmul; None: the weight's
+    factor: float = 1.0  # multiplies the logits before the cap, as in Granite and Cohere
+    compiled: bool = False  # whether torch.compile fuses what follows the matmul
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits."""
@@ -57,18 +58,18 @@ class Head:
         return hidden if self.factor == 1 else hidden * self.factor
 
     def product(self, hidden: Tensor) -> Tensor:
-        """Return the outputs [k, V] in the dtype of the product."""
+        """Return the outputs [k, V] of the matmul, in its dtype."""
         dtype = self.dtype or self.weight.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(hidden.device.type, enabled=False):  # as the backward computes it
             return linear(hidden.to(dtype), self.weight.to(dtype), bias)
 
     def finish(self, outputs: Tensor) -> Tensor:
-        """Return the logits of outputs of the product."""
+        """Return the logits for outputs of the matmul."""
         return _finished(outputs, self.cap)
 
     def columns(self, at: slice) -> "Head":
-        """Return the head of some of the vocabulary."""
+        """Return the head for some columns of the vocabulary."""
         return replace(
             self, weight=self.weight[at], bias=None if self.bias is None else self.bias[at]
         )
@@ -77,9 +78,9 @@ class Head:
 class TokenDistribution:
     """Give each kept token a categorical distribution over the vocabulary.
 
-    states [K, H] predict the kept tokens, row by row; `head` makes logits of them; mask [B, T] bool
-    says where they stand; temperature a number or [B] divides the logits. What comes out is [B, T]
-    and 0 outside the mask, as from LLMMaskedCategorical under the same mask.
+    states [K, H] predict the kept tokens, row by row; `head` computes logits from them. mask [B, T]
+    bool marks the kept tokens; temperature, a number or [B], divides the logits. Results are [B, T]
+    and 0 outside the mask, as from LLMMaskedCategorical with the same mask.
 
     >>> head = Head(torch.eye(2), None, None)
     >>> dist = TokenDistribution(head, torch.zeros(1, 2), torch.tensor([[False, True]]))
@@ -103,13 +104,12 @@ class TokenDistribution:
         reference: "TokenDistribution | None" = None,
         mixture: float = 1.0,
     ) -> Scores:
-        """Return log-probs of tokens [B, T] and what else is asked of the same logits.
+        """Return log-probs of tokens [B, T], and if asked entropy and exact divergence.
 
-        The entropy has a gradient with `learn` only. With `reference`, also the exact divergence
-        from it. `mixture` is the reference's weight b in m = b reference + (1 - b) policy:
-        1 = KL(policy || reference), 0 = KL(reference || policy), between them the generalised
-        Jensen-Shannon divergence b KL(reference || m) + (1 - b) KL(policy || m) (GKD, arXiv
-        2306.13649 eq. 1).
+        The entropy has a gradient only if `learn`. The divergence is from `reference`. `mixture` is
+        the reference's weight b in m = b reference + (1 - b) policy: 1 = KL(policy || reference),
+        0 = KL(reference || policy), between them the generalised Jensen-Shannon divergence
+        b KL(reference || m) + (1 - b) KL(policy || m) (GKD, arXiv 2306.13649 eq. 1).
         """
         both = [self] if reference is None else [self, reference]
         models, scales = [(d.head, d.states) for d in both], [d.scale for d in both]
@@ -164,7 +164,7 @@ class _Sliced(torch.autograd.Function):
         mean_logits: list[Tensor] = []  # per slice: E[z - max z] under p within the slice, [K, 1]
         mean_gaps: list[Tensor] = []  # per slice: E[z of the reference - z] in the same way, [K, 1]
         for at in _slices(sizes, target):
-            # Rows of one head alone pad its embedding: both have only the first min(sizes).
+            # If the vocabularies differ in size, the extra columns are padding of an embedding.
             gaps = exact_kl and at.stop <= min(sizes)
             inputs = [outputs.compute(i, at) for i in range(len(models))]
             done = read(inputs, scales, target, at.start, gaps=gaps, entropy=entropy)
@@ -235,10 +235,10 @@ class _Sliced(torch.autograd.Function):
 
 
 class _Outputs:
-    """Outputs of heads, which wait for the backward in the memory of the weights' gradient.
+    """Outputs of heads, saved for the backward in the memory of the weights' gradient.
 
     The backward reads the outputs of some columns and then writes the gradient of their weights to
-    the same place. Outputs that do not fit there take up to SAVED bytes of other memory.
+    the same place. Outputs that do not fit there use up to SAVED bytes of other memory.
     """
 
     def __init__(self, models: list[tuple[Head, Tensor]], learns: bool, keep: bool) -> None:
@@ -255,7 +255,7 @@ class _Outputs:
             self.memory = states.new_empty(len(head.weight), fits * count)
 
     def compute(self, number: int, at: slice) -> tuple[Tensor, float | None]:
-        """Return outputs [K, v] of some columns and their cap; of columns a head lacks, LOWEST."""
+        """Return outputs [K, v] of some columns and their cap; LOWEST for columns a head lacks."""
         head, states = self.models[number]
         if at.start >= len(head.weight):
             dtype = torch.promote_types(states.dtype, torch.float32)
@@ -289,10 +289,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Read(NamedTuple):
-    """What the forward takes from a slice of n columns, [K, 1] each; None where not asked for."""
+    """Results of the forward for a slice of n columns, [K, 1] each; None if not asked for."""
 
     chosen: Tensor  # the logit of each target, 0 if it is not in the slice
-    sums: list[tuple[Tensor, Tensor]]  # of each model: max z, and the sum of exp(z - max z)
+    sums: list[tuple[Tensor, Tensor]]  # for each model: max z, and the sum of exp(z - max z)
     gap: Tensor | None  # E[z of the reference - z] under p within the slice
     mean: Tensor | None  # E[z - max z], in the same way
 
@@ -333,10 +333,10 @@ def _slope(
     slope_sum: Tensor | None,
     mixture: float,
 ) -> Tensor:
-    """Return the gradient of a slice's outputs, [K, n]; the arguments are those of `_read`.
+    """Return the gradient of a slice's outputs, [K, n]; outputs, scales, target: see `_read`.
 
-    slopes: the gradients of log-prob, entropy and divergence, [K, 1] each. With that of the
-    divergence a slice without the reference's outputs has none of its columns.
+    slopes: the gradients of log-prob, entropy and divergence, [K, 1] each. If the divergence has
+    one, a slice without outputs of the reference has none of the reference's columns.
     """
     d_log_prob, d_entropy, d_divergence = slopes
     logits, cap = _finished(*outputs[0]), outputs[0][1]  # [K, n]
@@ -375,7 +375,7 @@ def _exact_kl(norm: "_Norm", reference: "_Norm", mean_gaps: list[Tensor]) -> tup
     """Return KL(policy || reference) and the sum of p (f + 1), [K, 1] each.
 
     f = log p - log q = z - z' - (log sum exp z - log sum exp z'), with z' of the reference;
-    `mean_gaps` has E[z' - z] of each slice that both have.
+    `mean_gaps` has E[z' - z] of each slice that both vocabularies have.
     """
     common = norm.shares[:, : len(mean_gaps)]  # [K, slices]
     mass = common.sum(-1, keepdim=True)  # [K, 1], 1 but for rounding and padded rows
@@ -391,7 +391,7 @@ def _slopes(
     """Return (first, second) with -dD / dz = p * first + second; second is None for 0.
 
     The first is [K, v] or [K, 1], the second [K, v]. -dD / dz = p sum(g) - g with g = dD / d log p.
-    The columns of one head alone have no log_q, and g = 0. Overwrites log_q.
+    Columns that only one head has have no log_q, and g = 0. Overwrites log_q.
     """
     if log_q is None:
         return slope_sum.clone(), None
@@ -415,7 +415,7 @@ def _mixture_divergence(
     for at in _slices(sizes, target):
         if at.stop > min(sizes):
             break
-        log_p, log_q = (  # not in place: what is read may be the memory
+        log_p, log_q = (  # not in place: the outputs may be the saved memory
             _finished(*outputs.read(i, at)) / (1 if scales[i] is None else scales[i]) - log_norms[i]
             for i in (0, 1)
         )  # [K, v] each
@@ -436,7 +436,7 @@ def _log_mixture(log_p: Tensor, log_q: Tensor, mixture: float) -> Tensor:
 
 
 def _slices(sizes: list[int], target: Tensor) -> list[slice]:
-    """Return slices of the columns, SLICE logits in each, which end where a vocabulary ends."""
+    """Return slices of the columns with SLICE logits each; no slice crosses a vocabulary's end."""
     step = max(SLICE * (1 if target.device.type == "cpu" else 64) // max(len(target), 1), NARROWEST)
     step = step // 64 * 64 or step  # kernels are slower on other widths
     spans = pairwise(sorted({0, *sizes}))
@@ -456,7 +456,7 @@ def _mean(values: Tensor, probs: Tensor) -> Tensor:
 
 
 class _Norm(NamedTuple):
-    """The normaliser of a softmax over all slices; a slice of n: its largest z and its share."""
+    """The normaliser of a softmax over n slices, and each slice's largest z and probability."""
 
     top: Tensor  # max z, [K, 1]
     log_total: Tensor  # log sum exp(z - top), [K, 1]
@@ -474,9 +474,9 @@ def _joined(parts: list[tuple[Tensor, Tensor]]) -> _Norm:
 
 
 def _finished(outputs: Tensor, cap: float | None) -> Tensor:
-    """Return the logits of outputs of the head's product, in at least float32."""
+    """Return the logits for outputs of the head's matmul, in at least float32."""
     wide = torch.promote_types(outputs.dtype, torch.float32)
-    # A compiled function would write what is done in place back to its input.
+    # A compiled function would write in-place changes back to its input.
     logits = outputs.to(wide, copy=torch.compiler.is_compiling())
     return logits if cap is None else cap * torch.tanh(logits / cap)
 

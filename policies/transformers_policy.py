@@ -36,7 +36,7 @@ class TransformersPolicy(ChatPolicy):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of forwards: that of the weights unless they are sharded."""
+        """Return the device of forwards: the device of the weights unless they are sharded."""
         return self.scorer.device
 
     def sampling(self) -> AbstractContextManager[None]:

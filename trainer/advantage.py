@@ -1,4 +1,4 @@
-"""Advantages [B, T] from task rewards and the KL charged in the reward."""
+"""Advantages [B, T] from the task reward and the KL part of the reward."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -32,7 +32,7 @@ def mean_and_std(values: Tensor, runtime: Runtime | None) -> tuple[float, float]
 
 def whiten(advantage: Tensor, mask: Tensor, runtime: Runtime | None) -> Tensor:
     """Return (A - mean) / (std + 1e-4) over the tokens of the mask on all ranks, 0 elsewhere."""
-    mean, std = mean_and_std(advantage[mask], runtime)  # over K tokens of the mask
+    mean, std = mean_and_std(advantage[mask], runtime)  # of the K masked tokens
     return (advantage - mean) / (std + STD_FLOOR) * mask  # [B, T]
 
 
@@ -54,11 +54,11 @@ def beta_density(p: Tensor, mean: float, std: float) -> Tensor:
 
 
 class GroupAdvantage:
-    """Compare each trajectory with the other samples of its prompt (GRPO), or use no baseline.
+    """Compute A = (reward - baseline) / scale from the trajectories of one prompt (GRPO).
 
-    `baseline`: group_mean, leave_one_out (RLOO) or none (REINFORCE++). `whiten` standardises over
-    the loss tokens of all ranks (REINFORCE++, arXiv 2501.03262v9 eq. 5 and 7). `clip_advantage`
-    bounds |advantage|. Baseline and scale ignore rows without loss tokens.
+    `group_advantage` has the formula. `baseline`: group_mean, leave_one_out (RLOO) or none
+    (REINFORCE++). `whiten` standardises A over the loss tokens of all ranks (REINFORCE++, arXiv
+    2501.03262v9 eq. 5 and 7); then `clip_advantage` bounds |A|.
     Writes advantage [B, T] and the keys that `Leash.charge_reward` writes.
     """
 
@@ -141,11 +141,10 @@ class BetaAdvantage(GroupAdvantage):
 class DecoupledAdvantage(GroupAdvantage):
     """Standardise each part of the reward in its group, add them, standardise over the batch.
 
-    GDPO: Liu et al. 2026 (arXiv 2601.05242). The rewards are parts of the batch's reward; the total
-    is only logged. `part_weights` names the parts that count; None: the functions of env.rewards
-    with their weights, without them every part of the task by 1, also one that only describes a
-    response. A part that does not apply to a row (NaN) adds nothing to it. Rows without loss tokens
-    count nowhere.
+    GDPO: Liu et al. 2026 (arXiv 2601.05242). The total reward is only logged. `part_weights` maps
+    names of parts to weights. None: the functions of env.rewards with their weights; if there are
+    none, every part has weight 1, also a part that the task only logs. A part that does not apply
+    to a row (NaN) adds nothing to it. Means and deviations ignore rows without loss tokens.
     """
 
     def __init__(
@@ -185,7 +184,7 @@ class DecoupledAdvantage(GroupAdvantage):
         return batch.set("advantage", advantage)
 
     def weights(self, parts: Collection[str]) -> Mapping[str, float]:
-        """Return the weight of each part that counts, of the reward's `parts`."""
+        """Return the weight of each part that counts; `parts`: names of all parts of the reward."""
         usual = self.usual or dict.fromkeys(parts, 1.0)
         weights = usual if self.part_weights is None else self.part_weights
         if not weights or weights.keys() - {*parts}:
@@ -197,7 +196,7 @@ class DecoupledAdvantage(GroupAdvantage):
 
 
 class MeasuredReward:
-    """Give the reward to the metrics alone: distillation learns from its teacher."""
+    """Write the reward for the metrics, but no advantage: distillation learns from its teacher."""
 
     reads = Leash.reward_reads
 

@@ -70,7 +70,7 @@ def leave_one_out(total: Tensor, mask: Tensor) -> Tensor:
 
 
 def no_baseline(total: Tensor, mask: Tensor) -> Tensor:
-    """Return zeros, [P, G]: REINFORCE++ compares no rows of a group."""
+    """Return zeros, [P, G]: REINFORCE++ does not compare the rows of a group."""
     return total.new_zeros(total.shape)
 
 
@@ -100,9 +100,9 @@ def group_advantage(
     scaled, so the KL coefficient keeps its meaning; if a group has equal R, only K counts.
     GRPO: Shao et al. 2024 (arXiv 2402.03300) section 4.1.2.
 
-    credit="return_to_go" replaces R and K by the sums from token t on, and their baseline by that
-    of the group's tokens at the same place: the n-th token is compared with the n-th of each row,
-    or with the last of a shorter row. The scale stays the same. So a token gets no credit for
+    credit="return_to_go" replaces R and K by the sums from token t on. Their baseline is over the
+    group's tokens at the same place: the n-th token is compared with the n-th token of each row, or
+    with the last token of a shorter row. The scale stays the same. So a token gets no credit for
     earlier rewards, and a reward at the end of the row counts as with "trajectory".
 
     >>> import torch
@@ -139,12 +139,12 @@ def compare_places(values: Tensor, mask: Tensor, rows: Tensor, baseline: Baselin
     """Return values [B, T] minus the baseline of their place in the group.
 
     The place of a token is its number among the tokens of the mask [B, T]. A row that has ended
-    takes part in later places with its last token. rows [P, G]: those that take part.
+    takes part in later places with its last token. `rows` [P, G] is True for rows that take part.
     """
     length = mask.shape[-1]
     number = mask.new_ones(mask.shape).cumsum(-1)  # [B, T] 1, 2, ...
     until = number.minimum(mask.sum(-1, keepdim=True).clamp(min=1)) - 1  # [B, T] 0, 1, ..., last
     tokens = (~mask).int().argsort(stable=True).gather(-1, until)  # [B, T] token at each place
     by_place = values.gather(-1, tokens).view(*rows.shape, length).mT  # [P, T, G]
-    base = baseline(by_place, rows.unsqueeze(1)).mT.reshape(mask.shape)  # [B, T] of each place
+    base = baseline(by_place, rows.unsqueeze(1)).mT.reshape(mask.shape)  # [B, T] by place
     return values - base.gather(-1, (mask.cumsum(-1) - 1).clamp(min=0))

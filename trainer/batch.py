@@ -75,7 +75,7 @@ RESPONSE = ("masks", "all_response_mask")
 
 
 def batch_keys(*keys: NestedKey) -> tuple[NestedKey, ...]:
-    """Return these keys; KeyError for one that KEYS lacks.
+    """Return these keys; raise KeyError for one that KEYS lacks.
 
     >>> batch_keys("advantage", ("log_probs", "full"))
     ('advantage', ('log_probs', 'full'))
@@ -114,17 +114,18 @@ LEASHES = {
     ),
 }
 
-# Keys that a source of batches must write, and keys that the advantage of responses must write.
+# Keys that a source of batches must write.
 SOURCE_WRITES = batch_keys(
     ("tokens", "full"), ("masks", "all_attention_mask"), "loss_mask", "temperature"
 )
 # Keys of an advantage that an objective may read.
 OF_ADVANTAGE = batch_keys("advantage", "value", "returns")
-ADVANTAGE_WRITES = batch_keys("reward", "reward_kl")  # by `Leash.charge_reward`
+# Keys that the advantage of responses must write, by `Leash.charge_reward`.
+ADVANTAGE_WRITES = batch_keys("reward", "reward_kl")
 
 
 def check_written(batch: TensorDictBase, keys: Iterable[NestedKey], part: Any) -> None:
-    """Raise ValueError for a key that a part has not written to the batch, or in another shape."""
+    """Raise ValueError for a key that a part did not write to the batch, or with a wrong shape."""
     if batch is None:
         raise ValueError(f"expected {type(part).__name__} to return the batch, got None")
     for key in keys:
@@ -142,10 +143,10 @@ def check_written(batch: TensorDictBase, keys: Iterable[NestedKey], part: Any) -
 
 
 def named_mask(batch: TensorDictBase, name: str) -> Tensor:
-    """Return which tokens of trajectories a name means, [B, T].
+    """Return the mask of tokens with this name, [B, T].
 
-    response: what was sampled; prompt: of that what follows the last prompt, the last turn;
-    assistant: the assistant's messages, a data set's too; attention: all tokens.
+    response: all sampled tokens; prompt: the sampled tokens of the last turn, because all before is
+    its prompt; assistant: the assistant's messages, also those in the data; attention: all tokens.
     """
     if name not in MASKS:
         raise ValueError(f"expected a mask among {MASKS}, got {name!r}")
@@ -154,5 +155,5 @@ def named_mask(batch: TensorDictBase, name: str) -> Tensor:
     sampled = batch.get(("masks", "all_response_mask"))  # [B, T]
     begins = sampled.clone()
     begins[:, 1:] &= ~sampled[:, :-1]
-    turn = begins.cumsum(-1)  # of each token, from 1
+    turn = begins.cumsum(-1)  # [B, T] number of each token's turn, from 1
     return sampled & (turn == turn[:, -1:])

@@ -7,9 +7,9 @@ MANIFEST.json, and the folder is renamed into place. A resume uses the newest un
 
 Optional files: critic.safetensors (the critic is not in model/), reference.safetensors (a refreshed
 reference) and parts.safetensors (tensors from `state_dict()` of tasks, rewards and other parts).
-With LoRA, adapter/ in peft's format replaces model/, because the base weights never change. The
-names in model/ are those of the model's modules; the published ones are in the final model alone.
-Ranks that hold shards write shards/ in place of all tensors but the last (trainer/scale/shards.py).
+With LoRA, adapter/ in peft's format replaces model/, because the base weights never change. model/
+names tensors as the modules do; only the final model has the published names. Ranks that hold
+shards write shards/ in place of all tensors but parts.safetensors (trainer/scale/shards.py).
 """
 
 import json
@@ -65,7 +65,7 @@ class Checkpoints:
             self.save(iteration, state)
 
     def save(self, iteration: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint after `iteration`; RuntimeError if the weights of two ranks differ."""
+        """Write a checkpoint after `iteration`; raise RuntimeError if weights of ranks differ."""
         check_agreement(self.policy.scorer, self.runtime, iteration=iteration)
         self.runtime.set_phase("save")
         target = self.folder / f"iteration_{iteration:06d}"
@@ -91,9 +91,9 @@ class Checkpoints:
         self.runtime.wait()
 
     def write_tensors(self, part: Path) -> dict[str, Any]:
-        """Write weights and optimiser state; return the hashes that are known, for the manifest.
+        """Write weights and optimiser state; return sha256 of files that are hashed already.
 
-        All ranks call this; here rank 0 writes.
+        All ranks call this; without shards rank 0 writes.
         """
         if self.runtime.is_main:
             weights = weights_of(self.policy.scorer)
@@ -124,7 +124,7 @@ class Checkpoints:
     def newest(self) -> Path | None:
         """Return the newest undamaged checkpoint, or None if the folder has no checkpoint.
 
-        Each rank hashes a share of the files. ValueError if all checkpoints are damaged.
+        Each rank hashes a share of the files. Raise ValueError if all checkpoints are damaged.
         """
         self.skipped, share = [], slice(self.runtime.rank, None, self.runtime.ranks)
         for folder in reversed(self.runtime.gather(list_checkpoints(self.folder))[0]):
@@ -163,7 +163,7 @@ class Checkpoints:
             files.read("reference", self.reference.state_dict())
 
     def _read_moments(self, files: Any) -> None:
-        """Load the optimiser's state; float32 masters that are the shards themselves too."""
+        """Load the optimiser's state, and the float32 masters that are the shards themselves."""
         by_weight: dict[str, dict[str, Tensor]] = {}
         for name, like in files.tensors("optimizer").items():
             weight, _, key = name.rpartition("/")
@@ -192,29 +192,29 @@ class Checkpoints:
 
 
 class Files:
-    """The tensors of a checkpoint in files of full tensors, or those of a finished run."""
+    """Tensors of a checkpoint or of a finished run, in files of full tensors."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def tensors(self, group: str) -> dict[str, Tensor]:
-        """Return the tensors of a group by name, {} if there are none; their file is mapped."""
+        """Return the memory-mapped tensors of a group by name, or {} if the group has no file."""
         path = self.folder / f"{group}.safetensors"
         return load_file(path) if path.is_file() else {}
 
     def read(self, group: str, targets: dict[str, Tensor]) -> None:
-        """Fill tensors, full or in parts, by their names in a group."""
+        """Fill `targets`, full tensors or shards, from the tensors of a group by name."""
         tensors = self.tensors(group) if targets else {}
         for name, target in targets.items():
             put(target, tensors[name])
 
     def read_weights(self, scorer: Scorer, *, base: str) -> None:
-        """Fill the weights of a policy; those of another model, or another base, are an error."""
+        """Fill the weights of a policy; raise if they belong to another model or LoRA base."""
         weights_of(scorer).load(self.folder, base=base)
 
 
 def open_checkpoint(folder: Path) -> Any:
-    """Return what reads the tensors of a checkpoint or of a finished run."""
+    """Return the reader for the tensors of a checkpoint or of a finished run."""
     if not (folder / SHARDS).is_dir():
         return Files(folder)
     from policies.models.shard_files import ShardFiles
@@ -223,7 +223,7 @@ def open_checkpoint(folder: Path) -> Any:
 
 
 def empty_for(param: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor for a value of the optimiser's state, in parts as the weight is."""
+    """Return an empty tensor for a value of the optimiser's state, sharded as the weight is."""
     if like.shape == param.shape:
         return torch.empty_like(param.detach(), dtype=like.dtype)
     return torch.empty(like.shape, dtype=like.dtype, device=param.device)
@@ -232,7 +232,7 @@ def empty_for(param: Tensor, like: Tensor) -> Tensor:
 def split_tensors(parts: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Split the states of parts into plain values, and tensors with names <part>/<key>.
 
-    TypeError if JSON does not restore a plain value exactly.
+    Raise TypeError if JSON does not restore a plain value exactly.
     """
     values, tensors = {}, {}
     for name, state in parts.items():
@@ -254,9 +254,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_state(folder: Path, *, share: slice = slice(None)) -> dict[str, Any] | None:
-    """Return the state of a checkpoint; None if damaged, ValueError for another FORMAT.
+    """Return the state of a checkpoint, or None if it is damaged.
 
-    share: see `read_manifest`.
+    Raise ValueError for another FORMAT. `share`: see `read_manifest`.
     """
     manifest = read_manifest(folder, full=True, share=share)
     files = manifest["files"] if manifest else {}
@@ -302,7 +302,7 @@ def remove(path: Path) -> None:
 
 
 def moments_of(optimizer: torch.optim.Optimizer, scorer: Scorer) -> dict[str, Tensor]:
-    """Return what this rank holds of the optimiser's state, and of masters, by name."""
+    """Return this rank's part of the optimiser's state, and of the masters, by name."""
     out = {}
     for name, param in trained_parameters(optimizer, scorer):
         if state := optimizer.state.get(param, {}):
@@ -312,7 +312,7 @@ def moments_of(optimizer: torch.optim.Optimizer, scorer: Scorer) -> dict[str, Te
 
 
 def trained_parameters(optimizer: torch.optim.Optimizer, scorer: Scorer):
-    """Return (name, parameter) of each weight that the optimiser trains, also of the critic."""
+    """Return (name, parameter) of each weight that the optimiser trains, the critic's too."""
     names = {id(p): name for name, p in scorer.named_parameters()}
     return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
 

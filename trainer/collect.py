@@ -39,18 +39,18 @@ class Trajectories:
         self.flags = {name: torch.zeros(size, dtype=torch.bool) for name in FLAGS}
         self.errors = torch.zeros(size, dtype=torch.float64)
         self.parts: dict[str, Tensor] = {}  # name -> [B] float64, NaN if the part never applied
-        self.logged: dict[str, Tensor] = {}  # metric of a transform -> [B] float64, its sum
+        self.logged: dict[str, Tensor] = {}  # metric of a transform -> [B] float64, sum over turns
         self.version = first.get("policy_version")
         self.prompts = _last_contents(first, "prompt")
         self.systems = _system_contents(first)
         self.texts: list[list[str]] = [[] for _ in range(size)]
-        self.messages: list[list[dict]] = [[] for _ in range(size)]  # of chats that went on
+        self.messages: list[list[dict]] = [[] for _ in range(size)]  # only for chats that went on
         ids, assistant = first.get(("tokens", "full")), first.get(("masks", "all_assistant_mask"))
         self.append(torch.arange(size, device=device), prompt, ids=ids, assistant=assistant)
 
     def append(self, rows: Tensor, mask: Tensor, **values: Tensor) -> None:
         """Append the masked entries of `values` [A, n] to A rows; fields without values get 0."""
-        places = mask.nonzero().unbind(1)  # [K] each; a bool index waits for the device each time
+        places = mask.nonzero().unbind(1)  # [K] each; each bool index would synchronise the GPU
         column = (self.lengths[rows].unsqueeze(-1) + positions(mask))[places]  # [K]
         row = rows[places[0]]  # [K]
         self.lengths[rows] += mask.sum(-1)
@@ -87,8 +87,8 @@ class Trajectories:
     def extend(self, rows: Tensor, td: TensorDictBase, policy: Generator) -> Tensor:
         """Append the tokens after a response: the env's messages and the next generation prompt.
 
-        td [A] is the last turn of the A unfinished rows. Returns which of them go on, [A] bool: a
-        chat without room for the next prompt ends as truncated.
+        td [A] is the last turn of the A unfinished rows. Returns the mask of rows that go on, [A]:
+        a chat without room for the next prompt ends as truncated.
         """
         before = td.get(("history", "full")).chats()
         after = td.get(("next", "history", "prompt")).chats()
@@ -157,8 +157,9 @@ def collect(
 ) -> TensorDict:
     """Return the trajectories of all samples of `prompts` [P] as one batch [B, T].
 
-    Keys: trainer/batch.py. `policy_version` is the version that sampled a row's first turn. With
-    `learn`, a policy with top_p or similar is a ValueError: training cannot score its samples.
+    Keys: trainer/batch.py. `policy_version` is the version that sampled a row's first turn. If
+    `learn`, raise ValueError for a policy with top-k, top-p or min-p: it does not sample from the
+    distribution that training scores.
     """
     if learn:
         check_scored(policy)
@@ -190,7 +191,7 @@ def collect(
 
 
 def check_scored(policy: Generator) -> None:
-    """Raise ValueError unless the policy samples from the distribution that its scores are of."""
+    """Raise ValueError unless the policy samples from the distribution that it scores."""
     if narrowing := policy.limits.unscored():
         raise ValueError(
             f"training expects samples of the full distribution, got {narrowing}; remove these "
@@ -199,7 +200,7 @@ def check_scored(policy: Generator) -> None:
 
 
 def next_state(td: TensorDictBase, state: list[str]) -> TensorDictBase:
-    """Return the keys `state` of the next turn: from "next", and from td if "next" lacks a key."""
+    """Return the keys `state` of the next turn, from "next" or, if it lacks a key, from td."""
     following = td.get("next")
     out = td.empty()
     for key in state:
@@ -219,7 +220,7 @@ def tokens_between(
         raise ValueError("a transform edited earlier messages; transforms may only add messages")
     ids = torch.tensor(policy.renderer.extend([last], before, after[len(before) :])[1:])
     assistant = torch.zeros(len(ids), dtype=torch.bool)
-    # If the token limit cut the response, the first id is the end of the assistant's turn.
+    # If the token limit cut the response, the first id is the end of turn that was not sampled.
     assistant[0] = int(ids[0]) in policy.stop_ids
     return ids, assistant
 

@@ -22,14 +22,14 @@ from trainer.sources import pick_rows
 
 
 class Demonstrations:
-    """Render the iteration's demonstrations; `mask` selects the tokens to learn from.
+    """Render the iteration's demonstrations; `mask` selects the tokens of the loss.
 
-    "assistant": every assistant turn; "prompt": only the last turn, after the prompt. Messages in
-    "unlearnt" of a row are context. A template that rewrites earlier turns gets a row per turn
-    (`rows_by_turn`).
+    "assistant": every assistant turn; "prompt": only the last turn, all before is its prompt.
+    Messages whose numbers are in a row's "unlearnt" are never in the loss. If the template rewrites
+    earlier turns, each turn becomes a row (`rows_by_turn`).
     """
 
-    reads_rows = "demonstrations"  # as algorithm.rows
+    reads_rows = "demonstrations"  # the value of algorithm.rows
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Demonstrations:
     def _render(self, row: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids, assistant mask and loss mask of a row."""
         messages, render = self.env.messages(row), self.policy.renderer.render
-        added = len(messages) - len(row["messages"])  # a system prompt
+        added = len(messages) - len(row["messages"])  # 1 for a system prompt
         with naming(row):
             done = render(messages, require_assistant=True, last_turn="last_turn" in row)
             ids, assistant = torch.tensor(done.ids), torch.tensor(done.assistant)  # [T] each
@@ -70,7 +70,7 @@ class Demonstrations:
             return ids, assistant, self._learnt(messages, done, unlearnt)
 
     def _learnt(self, messages: Sequence[Message], done: Rendered, unlearnt: set[int]) -> Tensor:
-        """Return which tokens the loss is over, [T]."""
+        """Return the loss mask, [T]."""
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [i for i in places if i not in unlearnt]
         if self.prompt_masked:
@@ -87,10 +87,10 @@ class Demonstrations:
 
 
 def rows_by_turn(rows: Sequence[Row], *, last_only: bool = False) -> Sequence[Row]:
-    """Return a row for each learnt assistant turn: the chat so far, learnt in its last turn.
+    """Return a row for each assistant turn in the loss: the chat up to this turn.
 
-    So each turn has the context that a thinking template gives it: its own thought, without those
-    of the turns before.
+    Only the row's last turn is in the loss. A thinking template keeps the thought of the last turn
+    and drops earlier thoughts, so each turn is learnt in the context in which it is sampled later.
 
     >>> chat = [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]
     >>> [len(row["messages"]) for row in rows_by_turn([{"messages": chat}])]

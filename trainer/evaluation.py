@@ -28,18 +28,18 @@ from trainer.metrics import name_of_training, on_host, scores_by_row
 from trainer.runtime import Runtime
 from trainer.transcripts import transcript
 
-TRAIN_FILE = "frontier_train.json"  # of a run: samples of the reference on training rows
+TRAIN_FILE = "frontier_train.json"  # the reference's samples on training rows, in a run folder
 
 
 class Evaluate:
     """Measure the generator on the task's eval rows.
 
     `prompts_per_batch` prompts are sampled at a time, greedy responses as many at a time; draws
-    depend on (seed, place among the rows, sample) only, so that two evaluations of the same rows
-    differ by the weights alone.
-    `retrieve_kl` measures the KL of the sampled responses; with `frontier` responses to each row
-    before training, kl/efficiency judges it. A task that rewards nothing has the KL alone.
-    `train_rows` training rows are evaluated in the same way, for metrics of their own.
+    depend only on (seed, place among the rows, sample), so that two evaluations of the same rows
+    differ only by the weights.
+    `retrieve_kl` measures the KL of the sampled responses. If `frontier` > 0, so many responses to
+    each row before training give kl/efficiency. A task without rewards has only KL metrics.
+    `train_rows` training rows are evaluated in the same way, with separate metrics.
     Fewer rows than there are (`max_rows`, `train_rows`) are a fixed random draw, label by label.
     """
 
@@ -273,7 +273,7 @@ def _draw(task: Task, rows: Sequence[dict[str, Any]], count: int | None) -> list
 
 
 def _efficiency(samples: int, path: Path) -> Any:
-    """Return what judges an evaluation by samples of the reference; None without samples."""
+    """Return the object that computes kl/efficiency; None without samples of the reference."""
     if not samples:
         return None
     from trainer.kl.efficiency import Efficiency  # few runs sample the reference

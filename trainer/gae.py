@@ -55,9 +55,9 @@ class GAEAdvantage:
     """Compute the advantage of each token by a critic and GAE (PPO; arXiv 1506.02438 eq. 16).
 
     The critic is `policy.scorer.critic` (`policies.Critic`). `whiten` standardises the
-    advantages over the kept tokens of all ranks, `clip_advantage` bounds them.
-    Writes the keys of `Leash.charge_reward`, value, returns (= advantage + value, before whitening)
-    and advantage [B, T].
+    advantages over the loss tokens of all ranks; then `clip_advantage` bounds them.
+    Writes the keys that `Leash.charge_reward` writes, value, returns (advantage + value, before
+    whitening) and advantage [B, T].
     """
 
     reads = (

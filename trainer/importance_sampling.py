@@ -2,8 +2,7 @@
 
 With other kernels or precision an engine samples from pi_gen, which differs slightly from the
 trainer's pi_old for the same weights. Importance weights w = pi_old / pi_gen correct the gradient;
-PPO's ratio is to pi_old.
-Left out on purpose: rejecting whole groups; weights on the KL and value terms.
+PPO's ratio is to pi_old. KL and value terms have no such weight.
 """
 
 import math
@@ -30,10 +29,10 @@ def correction(
 ) -> tuple[Tensor, Tensor]:
     """Return the weight of each token and whether a bound changed it, both [B, T].
 
-    log_ratio [B, T] = log pi_old - log pi_gen at the `sampled` tokens (bool [B, T]). w is the exp
-    of log_ratio at level "token", and of its sum over the row at level "sequence". mode "truncate"
+    log_ratio [B, T] = log pi_old - log pi_gen at the `sampled` tokens (bool [B, T]). At level
+    "token" w = exp(log_ratio); at level "sequence" w = exp(its sum over the row). mode "truncate"
     clamps w to [floor, limit] (truncated importance sampling); mode "mask" sets w outside [floor,
-    limit] to 0. `floor` None is 0 for truncation and 1 / limit for masks.
+    limit] to 0. floor=None means 0 for "truncate" and 1 / limit for "mask".
 
     >>> sampled = torch.tensor([[True, True]])
     >>> log_ratio = torch.tensor([[2.0, 3.0]]).log()
@@ -63,7 +62,7 @@ class ImportanceSampling:
     training"); masked on both sides: IcePop (arXiv 2510.18855).
     """
 
-    # A function of after_rollout that writes policy_weight takes the place of this one.
+    # conf/plan.py leaves this function out if one in after_rollout writes policy_weight.
     writes = batch_keys(("old_log_probs", "full"), "policy_weight")
 
     def __init__(

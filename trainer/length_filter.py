@@ -1,8 +1,8 @@
-"""Before the first iteration: name the data, drop rows too long for the model, look for ends.
+"""Before the first iteration: print what was read of the data, drop rows too long for the model.
 
-Prompts must fit policy.max_prompt_tokens and, with policy.max_new_tokens, the model's positions;
-demonstrations and preferences the positions. Rows whose bytes already fit are not rendered. The
-generator checks lazily made rows and later turns.
+Prompts must fit policy.max_prompt_tokens; prompt and policy.max_new_tokens together must fit the
+model's positions. Demonstrations and preferences must fit the positions. Rows whose bytes already
+fit are not rendered. The generator checks lazily made rows and later turns.
 """
 
 import time
@@ -21,15 +21,15 @@ from policies.scorer import max_positions
 from trainer.trainer import Trainer
 
 WRITES_END = "set policy.chat_template=<a template that writes one after a response>"
-PAUSE = 10.0  # seconds between two messages of progress
+PAUSE = 10.0  # seconds between two progress messages
 SAMPLE = 64  # random rows: if none of them fits, the run ends
 
 
 @dataclass(frozen=True)
 class LengthFilter:
-    """Find rows with a chat (with `prompt`: a prompt) of more than `room` tokens.
+    """Find rows whose chat (if `prompt`: whose prompt) has more than `room` tokens.
 
-    `limit` and `remedy` are for the message: the name of the bound and the change that helps.
+    For the message: `limit` names the bound, `remedy` says what to change.
     """
 
     renderer: Renderer
@@ -42,7 +42,7 @@ class LengthFilter:
     def too_long(self, rows: Sequence[Row], say: Callable[[str], None]) -> dict[int, int]:
         """Return the size in tokens of each row that does not fit, by row index.
 
-        Chats with tools take milliseconds each, so `say` gets a message now and then.
+        A chat with tools takes milliseconds, so `say` gets a progress message every PAUSE seconds.
         """
         sizes, due = {}, time.monotonic() + PAUSE
         for i, row in enumerate(rows):
@@ -70,7 +70,7 @@ class LengthFilter:
 
 
 def make_filters(loop: Trainer) -> dict[str, LengthFilter]:
-    """Return the filters of a run's "train" and "eval" rows; {} without a bound."""
+    """Return the filters for a run's "train" and "eval" rows, or {} if no bound is set."""
     env, positions = getattr(loop.source, "env", None), max_positions(loop.policy.model)
     limits, plays = loop.generator.limits, hasattr(loop.source, "prompts")
     longest, new = limits.max_prompt_tokens, limits.max_new_tokens
@@ -89,7 +89,7 @@ def make_filters(loop: Trainer) -> dict[str, LengthFilter]:
 
 
 def name_unused(loop: Trainer) -> list[str]:
-    """Return messages: the shape and unused columns of each data set, and rows by turn."""
+    """Return messages: format and unused columns of each data set, and whether rows are by turn."""
     rows = getattr(loop.source, "rows", [])
     origins = [row["origin"] for row in rows[:SAMPLE] if "origin" in row]
     readers = " except by rewards of your own" if hasattr(loop.source, "prompts") else ""
@@ -131,7 +131,7 @@ def drop_long_rows(loop: Trainer) -> list[str]:
 
 
 def find_unlearnt_end(loop: Trainer) -> list[str]:
-    """Return a message if no token, or no end of a turn, is learnt in an SFT run's first batch."""
+    """Return a message if an SFT run's first batch has no token or no end of turn in the loss."""
     if getattr(loop.source, "reads_rows", "") != "demonstrations":
         return []
     batch = loop.source(0)
@@ -150,9 +150,9 @@ def find_unlearnt_end(loop: Trainer) -> list[str]:
 
 
 def count_ends(batch: TensorDictBase, stop_ids: frozenset[int]) -> tuple[int, int]:
-    """Count the rows without a learnt token, and those whose last learnt token is a stop id."""
+    """Count the rows without a token in the loss, and rows whose last such token is a stop id."""
     mask, ids = batch.get("loss_mask"), batch.get(("tokens", "full"))  # [B, T]
-    places = mask.int().cumsum(-1).argmax(-1)  # [B] the last learnt token
+    places = mask.int().cumsum(-1).argmax(-1)  # [B] last token in the loss
     last = ids.gather(-1, places.unsqueeze(-1)).squeeze(-1).tolist()
     learns = mask.any(-1).tolist()
     ended = sum(some and token in stop_ids for some, token in zip(learns, last, strict=True))

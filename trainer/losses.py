@@ -1,10 +1,9 @@
 """Per-token terms of the losses: pure functions of [B, T] tensors, without reduction.
 
-A loss is sum(weight * term); `token_weights` has what it is divided by. curr, gen, ref are
-log-probs [B, T] of the trained policy, the generating policy and the frozen reference; KL values
-are in nats. The exact KL is in policies/token_distribution.py, next to the logits; KL
-estimators are in trainer/kl/estimators.py, policy terms in surrogates.py.
-Left out on purpose: logging, masks on the terms (a weight of 0 is the mask).
+A loss is sum(weight * term). `token_weights` contains the division and the mask, so terms have
+neither. curr, gen, ref are log-probs [B, T] of the trained policy, the generating policy and the
+frozen reference; KL values are in nats. The exact KL is in policies/token_distribution.py, next to
+the logits; KL estimators are in trainer/kl/estimators.py, policy terms in surrogates.py.
 """
 
 from collections.abc import Callable
@@ -42,7 +41,7 @@ def value_term(
 
 
 def dft_term(curr: Tensor) -> Tensor:
-    """Return -sg(pi) log pi, whose gradient is that of -pi.
+    """Return -sg(pi) log pi, which has the gradient of -pi.
 
     sg stops the gradient. DFT, Wu et al. 2025 (arXiv 2508.05629).
 
@@ -54,7 +53,7 @@ def dft_term(curr: Tensor) -> Tensor:
     return -curr.detach().exp() * curr
 
 
-SFT_TERMS = {"nll": torch.neg, "dft": dft_term}  # of curr
+SFT_TERMS = {"nll": torch.neg, "dft": dft_term}  # name -> function of curr
 
 
 def minor_sft_term(curr: Tensor, ref: Tensor, mask: Tensor, beta: float) -> Tensor:

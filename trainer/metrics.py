@@ -2,7 +2,7 @@
 
 A mean is a sum over rows or tokens divided by their number on all ranks. Rewards and
 kl/ref_sequence exclude dropped rows; a reward part excludes rows to which it does not apply. The KL
-is over all sampled tokens, also those that filters remove from the loss mask.
+is over all sampled tokens, also tokens that filters remove from the loss mask.
 """
 
 import math
@@ -23,7 +23,7 @@ PER_JUDGED_ROW += ("kl/teacher_sequence",)
 
 
 def on_host(batch: TensorDictBase) -> TensorDictBase:
-    """Return the batch on the CPU for what reads single values, without the reference's states."""
+    """Return the batch on the CPU, for code that reads single values, without ref_states."""
     texts = [key for key, value in batch.items() if is_non_tensor(value)]
     out = batch.exclude(*texts, "ref_states").to("cpu").clear_device_()
     return out.update(batch.select(*texts))
@@ -34,7 +34,7 @@ def summarize(
 ) -> dict[str, float]:
     """Return the metrics of an iteration's batch (before the update).
 
-    `rewarded`: whether the task rewards anything; else there are no metrics of rewards.
+    `rewarded`: whether the task has a reward; without one there are no reward metrics.
     """
     mask, out = batch.get("loss_mask"), dict[str, float]()  # [B, T]
     response = batch.get(("masks", "all_response_mask"), mask)
@@ -75,7 +75,7 @@ def judged_rows(batch: TensorDictBase) -> Tensor:
 
 
 def _means(total: dict[str, float], per_token: list[str]) -> dict[str, float]:
-    """Return sums divided by their counts, without those over nothing."""
+    """Return sums divided by their counts; a sum with count 0 is left out."""
     rows, judged, tokens = (total.pop(name) for name in ("rows", "judged", "tokens"))
     over = dict.fromkeys(total, rows) | dict.fromkeys(per_token, tokens)
     over |= dict.fromkeys(PER_JUDGED_ROW, judged) | {"reward/errors": 1.0}
@@ -130,7 +130,7 @@ def idle_groups(batch: TensorDictBase) -> Tensor:
 
 
 def return_sums(returns: Tensor, value: Tensor, mask: Tensor) -> dict[str, float]:
-    """Return the sums over masked tokens that `explained_variance` needs; add them over ranks."""
+    """Return sums over masked tokens for `explained_variance`; add them over ranks before."""
     y, error = in_float64(returns[mask]), in_float64((returns - value)[mask])
     numbers = torch.stack([y.sum(), (y**2).sum(), error.sum(), (error**2).sum()]).tolist()
     return {"count": float(len(y)), **dict(zip(("y", "yy", "e", "ee"), numbers, strict=True))}
@@ -161,7 +161,7 @@ def name_of_training(name: str) -> str:
 
 
 def scores_by_row(batch: TensorDictBase, rows: list[int]) -> dict[int, dict[str, list]]:
-    """Return reward, success and KL (if measured) of the responses to each row, by row.
+    """Return {row: reward, success and KL, if measured, of its responses}.
 
     Dropped rows are left out.
     """

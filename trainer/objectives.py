@@ -1,7 +1,7 @@
 """Objectives: per-token loss terms, which trainer/update.py weights and sums.
 
-An objective maps (scores, batch) to `Terms` and never averages: `weight` [B, T] does that. `reads`
-lists its keys of the batch, in addition to those that the update passes to the scorer.
+An objective maps (scores, batch) to `Terms` and never averages, because `weight` [B, T] does. The
+update passes it the keys in `reads`, and the keys that the scorer reads.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from trainer.kl.leash import Leash
 from trainer.losses import SFT_TERMS, half_square, minor_sft_term, value_term
 from trainer.surrogates import RATIOS, ClipRange, Surrogate, find_surrogate, masked_rows
 
-STEP, MAX_COEFF = 0.005, 1.0  # of the entropy coefficient, per iteration and in all
+STEP, MAX_COEFF = 0.005, 1.0  # entropy coefficient: change per iteration, largest value
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Per-token [B, T] losses (scaled by their coefficients) and values to log."""
+    """Per-token losses [B, T], multiplied by their coefficients, and values to log."""
 
     loss: dict[str, Tensor]
     means: dict[str, Tensor] = field(default_factory=dict)  # averaged over the loss mask
@@ -32,7 +32,7 @@ class Terms:
 
 
 class Objective(Protocol):
-    """Interface of an objective; it charges the KL by the terms of `Leash.loss_term`."""
+    """Interface of an objective; `Leash.loss_term` returns its KL terms."""
 
     reads: tuple[NestedKey, ...]
 
@@ -40,16 +40,16 @@ class Objective(Protocol):
 
 
 class GRPOObjective:
-    """Policy gradient, with the KL penalty if charged in the loss (GRPO eq. 3, arXiv 2402.03300).
+    """Policy gradient, plus the KL penalty if it is in the loss (GRPO eq. 3, arXiv 2402.03300).
 
-    `ratio` and `surrogate` name parts of trainer/surrogates.py, `clip_*`, `*_bound` their bounds;
-    the default is the clipped surrogate of PPO and GRPO. `surrogate` may also be an own
-    `Surrogate`. Settings of papers: docs/algorithms.md
+    `ratio` and `surrogate` are names in trainer/surrogates.py; `clip_*` and `*_bound` are their
+    bounds. The default is the clipped surrogate of PPO and GRPO; `surrogate` may also be a
+    `Surrogate` object. Settings of papers: docs/algorithms.md
 
-    The ratio is to old_log_probs.full if the batch has them (another engine sampled), else to the
-    generator's log_probs.full; policy_weight is a factor of the policy term. Masks use the distance
-    from the generator. `opsm`, `trm_max`, `trm_mean` are bounds (nats) of SEQUENCE_MASKS, which
-    drop the policy term of whole responses.
+    The denominator of the ratio is old_log_probs.full if the batch has it (another engine sampled),
+    else the generator's log_probs.full. The policy term is multiplied by policy_weight. Masks use
+    the distance from the generator. `opsm`, `trm_max`, `trm_mean` are bounds (nats) of
+    SEQUENCE_MASKS, which drop the policy term of whole responses.
     """
 
     reads = (
@@ -114,9 +114,9 @@ def moved_since_sampling(scores: Scores, batch: TensorDictBase) -> dict[str, Ten
 
 
 class DistilObjective:
-    """The leash alone: the divergence from a teacher on the policy's own responses.
+    """The divergence from a teacher on the policy's own responses, with no other loss.
 
-    The gradient is that of each token's divergence in the states that were visited; none goes
+    Each token's divergence is differentiated for its prefix as it was sampled: no gradient goes
     through the sampling (GKD: Agarwal et al. 2024, arXiv 2306.13649 section 3), except with a
     leash of where="sequence".
     """
@@ -169,11 +169,11 @@ class PPOObjective(GRPOObjective):
 
 
 class SFTObjective:
-    """Loss of the tokens of the loss mask, and the divergence of `leash` in their states.
+    """Loss of the tokens of the loss mask, plus the exact KL of `leash` at these tokens.
 
-    `token_loss` is a name of SFT_TERMS: nll, or dft with nll's gradient times the probability of
-    the token. With an exact leash in the loss the divergence from the reference is measured, and
-    charged by its coefficient: an anchor (ASFT, arXiv 2509.23753).
+    `token_loss` is a name in SFT_TERMS: nll, or dft, whose gradient is nll's times the probability
+    of the token. An exact leash in the loss measures the divergence from the reference and adds
+    coeff * divergence: an anchor (ASFT, arXiv 2509.23753).
     """
 
     reads = ()
@@ -215,9 +215,9 @@ class MinorSFTObjective(SFTObjective):
 class EntropyBonus:
     """Add -coeff * entropy of the trained policy to the loss of each token.
 
-    With `target` (nats per token) the coefficient adapts as in Skywork-OR1 (arXiv 2505.22312): an
-    iteration with an entropy of at most the target adds 0.005, one above it subtracts 0.005, within
-    [0, 1]; above the target the bonus is 0.
+    With `target` (nats per token) the coefficient adapts as in Skywork-OR1 (arXiv 2505.22312),
+    within [0, 1]. If the entropy of an iteration is at most the target, it grows by 0.005;
+    otherwise it falls by 0.005, and the bonus is 0.
 
     >>> bonus = EntropyBonus(0.01, target=1.0)
     >>> [round(bonus.update(entropy), 3) for entropy in (0.8, 0.9, 1.2, 0.7)]

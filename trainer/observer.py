@@ -1,6 +1,6 @@
 """Interface of observers: terminal, trackers, report, diagnosis.
 
-Only rank 0 has observers. Their exceptions end the run: an observer that may fail catches its own.
+Only rank 0 has observers. An exception of an observer ends the run, unless the observer catches it.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,8 @@
 
 An optimiser is a class with torch's arguments, `params` and `lr`. It gets the keys of optimizer.*
 that are its arguments, and `model` if it has this argument. Half-precision weights are updated in
-float32: bfloat16 has 8 bits, so a step of less than 1/256 of a weight, as with lr=1e-6, would round
-to 0.
+float32: bfloat16 has 8 bits of precision, so a step below 1/256 of a weight, as with lr=1e-6, would
+round to 0.
 """
 
 import math
@@ -109,10 +109,10 @@ class MasterMuon(Masters, torch.optim.Muon):
 class Muon(torch.optim.Optimizer):
     """Muon on the hidden matrices, AdamW on everything else.
 
-    AdamW has embeddings, the output head, norms, biases and the critic. Muon is torch's: the
-    momentum of a matrix, made orthogonal (Jordan 2024, "Muon: An optimizer for hidden layers"). Its
-    steps are scaled to the size of AdamW's (Moonlight, arXiv 2502.16982 eq. 4), so that both take
-    one learning rate and weight decay.
+    AdamW updates embeddings, the output head, norms, biases and the critic. torch.optim.Muon steps
+    along the orthogonalised momentum of a matrix (Jordan 2024, "Muon: An optimizer for hidden
+    layers"). Its steps are scaled to the size of AdamW's (Moonlight, arXiv 2502.16982 eq. 4), so
+    that both use the same learning rate and weight decay.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Muon(torch.optim.Optimizer):
         hidden, others = [], []
         for group in params:
             matrices = [p for p in group["params"] if p.ndim == 2 and id(p) not in outer]
-            matrices = [] if "scale" in group else matrices  # the critic's
+            matrices = [] if "scale" in group else matrices  # "scale": the critic's group
             chosen = {id(p) for p in matrices}
             rest = [p for p in group["params"] if id(p) not in chosen]
             hidden += [{**group, "params": matrices, "muon": True}] if matrices else []

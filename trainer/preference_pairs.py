@@ -28,7 +28,7 @@ class PreferencePairs:
     end of the longer row.
     """
 
-    reads_rows = "preferences"  # as algorithm.rows
+    reads_rows = "preferences"  # the value of algorithm.rows
 
     def __init__(
         self,

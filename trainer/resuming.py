@@ -35,7 +35,7 @@ def restore_run(loop: Any) -> None:
 
 
 def _restore(loop: Any, state: dict[str, Any]) -> None:
-    """Load a checkpoint's state; ValueError if the reference or a file has changed."""
+    """Load a checkpoint's state; raise ValueError if the reference or an input has changed."""
     pairs = [("the reference", state["reference"], loop.retrieve_kl.sha256)]
     pairs += [("the teacher", state.get("teacher", ""), loop.teacher.sha256)]
     for key, label in changed_inputs(state["inputs"], loop.inputs).items():
@@ -75,8 +75,8 @@ def stateful_parts(
 ) -> dict[str, Any]:
     """Return the parts with state_dict() and load_state_dict(), by configuration key.
 
-    `named`: parts by section and name; `observed`: nodes of the configuration's observers, which
-    are the first of `observers.each`; `algorithm`: parts of that section.
+    `named`: parts by section and name. `observed`: nodes of the user's observers, in the order in
+    which `observers.each` begins. `algorithm`: parts of the section algorithm.
     """
     keyed = zip([k for k, v in observed.items() if v], getattr(observers, "each", ()), strict=False)
     sections = {**named, "algorithm": algorithm, "observers": dict(keyed)}

@@ -36,9 +36,9 @@ class Runtime:
     """Start the ranks of a run and keep its status.json current.
 
     A context manager: a normal exit writes "finished", `Stopped` "preempted", another error
-    "failed". `stops` has the stop signals. `timeout`: seconds that a rank waits for another that
-    works alone, in `wait` and the collectives of Python values. Those of tensors have torch's
-    time-outs (NCCL ten minutes, gloo thirty), so that a dead node does not hold the others.
+    "failed". `stops` handles the stop signals. `timeout`: seconds that a rank waits for another
+    that works alone, in `wait` and in collectives of Python values. Collectives of tensors have
+    torch's time-outs (NCCL ten minutes, gloo thirty), so that the run ends when a node dies.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Runtime:
         timeout: float = TIMEOUT,
     ) -> None:
         gpu = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        kind = gpu.type if gpu else "cpu"  # or cuda, mps, xpu, npu
-        if device not in (None, "cpu", kind):  # environment variables select among several
+        kind = gpu.type if gpu else "cpu"  # cuda, mps, xpu, npu or cpu
+        if device not in (None, "cpu", kind):  # environment variables choose among several GPUs
             other = f", there is {kind}" if gpu else ""
             raise ValueError(f"no GPU for policy.device={device}{other}; set it to null or cpu")
         check_accelerate()
@@ -62,10 +62,10 @@ class Runtime:
         # policy.autocast sets the precision
         self.accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=handlers)
         self.folder, self.timeout = Path(folder), timedelta(seconds=timeout)
-        if self.ranks > 1:  # with torchrun only rank 0 has chosen it
+        if self.ranks > 1:  # under torchrun only rank 0 has chosen the folder
             self.group = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
             self.folder = Path(self.gather(str(self.folder.absolute()))[0])
-            os.environ["LEASH_FOLDER"] = str(self.folder)  # for the handler of a crash
+            os.environ["LEASH_FOLDER"] = str(self.folder)  # read by the handler of a crash
         self.seed = seed
         self.status: dict[str, Any] = {"state": "running", "reason": None, "objective": None}
         self.started = time.monotonic()
@@ -123,13 +123,13 @@ class Runtime:
         self.wait()  # one rank may have loaded, or downloaded, for longer
         for weight in policy.scorer.parameters():
             if weight.requires_grad and self.device.type == "cpu":
-                weight.data = weight.data.clone()  # else the first step copies the file by pages
+                weight.data = weight.data.clone()  # a mapped file would be copied page by page
         return self.accelerator.prepare(policy.scorer, make(policy.scorer))
 
     def clip(self, weights: Iterable[Tensor], limit: float) -> float:
         """Clip the gradients to a norm of at most `limit`; return the norm before."""
         norm: Any = self.accelerator.clip_grad_norm_(weights, limit)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # of shards
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded or not
 
     def gather(self, value: Any) -> list[Any]:
         """Return the list of every rank's picklable value."""
@@ -140,7 +140,7 @@ class Runtime:
         return out
 
     def wait(self) -> None:
-        """Wait for all ranks; RuntimeError with the missing ones after the time-out."""
+        """Wait for all ranks; after the time-out raise RuntimeError with the missing ranks."""
         if self.ranks > 1:
             how = {"timeout": self.timeout, "wait_all_ranks": True}
             torch.distributed.monitored_barrier(self.group, **how)
@@ -150,7 +150,7 @@ class Runtime:
         return dict(sorted(item for part in self.gather(by_row) for item in part.items()))
 
     def local_slice(self, size: int) -> slice:
-        """Return this rank's slice of `size` items; ValueError if ranks do not divide it."""
+        """Return this rank's slice of `size` items; raise ValueError if ranks do not divide it."""
         if size % self.ranks:
             raise ValueError(f"expected {size} to be divisible by {self.ranks} ranks")
         each = size // self.ranks
@@ -171,7 +171,7 @@ class Runtime:
         """Update status.json atomically (rank 0)."""
         self._written = time.monotonic()
         self.status.update(changes, seconds=round(self._written - self.started, 2))
-        if self.status["state"] == "finished":  # without a phase
+        if self.status["state"] == "finished":  # a finished run has no phase
             self.status = {k: v for k, v in self.status.items() if not k.startswith("phase")}
         if self.is_main:
             write_text(self.folder / "status.json", json.dumps(self.status, indent=1))
@@ -184,7 +184,7 @@ class Runtime:
         return self
 
     def _write_preempted(self, reason: str) -> None:
-        """Write the end of a run that a second signal kills."""
+        """Write the status of a run that a second signal kills."""
         if self.status["state"] == "running":
             with suppress(OSError):
                 self.write_status(state="preempted", reason=reason)

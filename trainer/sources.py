@@ -40,19 +40,19 @@ def pick_rows(iteration: int, *, size: int, count: int, seed: int) -> list[int]:
 
 @lru_cache(maxsize=2)  # an iteration may end an epoch and begin the next
 def _order(size: int, seed: int) -> torch.Tensor:
-    """Return the order of the rows in an epoch, int32 [size]: equal to that of int64."""
+    """Return the order of the rows in an epoch, int32 [size]; int64 gives the same order."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
 
 
 class Rollouts:
-    """Play the iteration's prompts with the generator.
+    """Run the iteration's chats with the generator.
 
-    `mask` selects the sampled tokens to learn from: response (all), assistant (those of the
-    assistant's messages) or prompt (the last turn, after the last prompt).
+    `mask` selects the sampled tokens in the loss: response (all), assistant (those in assistant
+    messages) or prompt (only the last turn, all before is its prompt).
     The functions of `after_rollout` transform the batch, in order.
     """
 
-    reads_rows = "prompts"  # as algorithm.rows
+    reads_rows = "prompts"  # the value of algorithm.rows
 
     def __init__(
         self,
@@ -120,12 +120,12 @@ class Rollouts:
 
 
 class DynamicRollouts(Rollouts):
-    """Replace prompts whose responses all earn the same (DAPO, arXiv 2503.14476 section 3.2).
+    """Replace prompts whose responses all have the same reward (DAPO, arXiv 2503.14476, 3.2).
 
-    `parts` are the arguments of `Rollouts`. A place is resampled up to `rounds` times, each time
-    with another row: a function of (seed, iteration, round, place). Groups that stay idle are
-    removed from the loss mask. Logs group/resampled, the number per place. The task's reward
-    decides, before `after_rollout`. All ranks play equally many rounds.
+    `parts` are the arguments of `Rollouts`. The place of such a prompt in the batch gets another
+    row up to `rounds` times: a function of (seed, iteration, round, place). Groups that stay idle
+    are removed from the loss mask. Logs group/resampled, the number per place. The task's reward
+    decides, before `after_rollout`. All ranks take the same number of rounds.
     """
 
     def __init__(self, *, rounds: int = 2, **parts: Any) -> None:
@@ -140,7 +140,7 @@ class DynamicRollouts(Rollouts):
         for attempt in range(1, self.rounds + 1):
             if not self.runtime.all_reduce_max({"idle": float(idle.any())})["idle"]:
                 break
-            # A sharded model generates with all ranks: ranks without an idle place play too.
+            # A sharded model generates with all ranks: ranks without an idle place sample too.
             again = idle if idle.any() else torch.arange(len(idle)) == 0
             fresh = self.play(self.prompts(iteration, attempt)[again])
             if idle.any():

@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 
 from trainer.update import Update
 
-PEAKS = {  # dense bfloat16 FLOPs per second of a GPU, by words of its name
+PEAKS = {  # words of a GPU's name -> dense bfloat16 FLOPs per second
     "A10": 125e12, "A100": 312e12, "B200": 2250e12, "H100 PCIe": 756e12, "H100": 989e12,
     "H200": 989e12, "L40S": 362e12, "RTX 4090": 165e12,
 }  # fmt: skip
@@ -41,7 +41,7 @@ def count_tokens(batch: TensorDictBase, *, share_prompts: bool) -> dict[str, flo
     response = batch.get(("masks", "all_response_mask"), None)
     sampled = 0.0 if response is None else float(response.sum())
     ids = batch.get("group_id", None) if share_prompts else None
-    computed_prompts = 1.0 if ids is None else len(ids.unique()) / len(ids)  # of all prompts
+    computed_prompts = 1.0 if ids is None else len(ids.unique()) / len(ids)  # share of the rows
     return {
         "tokens": tokens,
         "samples": float(batch.batch_size[0]),
@@ -63,7 +63,7 @@ def speeds(
     """Return the tokens per second of an iteration and its phases, and the MFU of the update.
 
     `total`: `count_tokens` over all ranks; `seconds`: the time/ metrics; `skipped`: the fraction of
-    the update that early stopping left out; `scored`: whether a reference scored the batch.
+    the update that target_kl skipped; `scored`: whether a reference scored the batch.
     """
     update_s = seconds["time/update_s"]
     learnt = total["tokens"] * update.epochs * (1 - skipped)
@@ -77,7 +77,7 @@ def speeds(
     if scored:
         out["perf/score_tokens_per_s"] = total["tokens"] / seconds["time/score_s"]
     if peak := peak_flops(device):
-        # 2 operations a weight in the forward, 2 for the gradient of its input, 2 for its own.
+        # Per weight and token: 2 in the forward, 2 for the input's gradient, 2 for the weight's.
         flops = sum(p.numel() * (6 if p.requires_grad else 4) for p in update.scorer.parameters())
         computed = learnt * total["computed"] / total["tokens"]
         out["perf/mfu"] = flops * computed / update_s / (peak * ranks)

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-# Evaluations log these where they can.
+# Metrics that only some evaluations log.
 JUDGED = ("kl/efficiency", "kl/needed", "kl/misallocated", "kl/in_right", "kl/in_wrong")
 AGAIN = 5.0
 SCORE = "eval/"  # `patience` watches the first metric with this prefix
@@ -35,9 +35,10 @@ def stop_reason(number: int) -> str:
 class StopSignals:
     """Turn SIGINT, SIGTERM and the loss of the launcher into `Stopped`, on all ranks together.
 
-    A signal raises at `check`, and at once within `stoppable` and during the set-up of one rank. A
-    second signal calls `at_second(reason)` and exits, but for a SIGTERM within AGAIN seconds of the
-    first: Slurm signals all processes, and torchrun its ranks. `all_reduce_max`: see Runtime.
+    A signal raises at `check`. In a run with one rank it raises at once during the set-up and
+    within `stoppable`. A second signal calls `at_second(reason)` and exits; a SIGTERM within AGAIN
+    seconds of the first does not count, because Slurm and torchrun both signal the ranks.
+    `all_reduce_max`: see Runtime.
     """
 
     def __init__(
@@ -49,14 +50,14 @@ class StopSignals:
     ) -> None:
         self.ranks, self.all_reduce_max, self.at_second = ranks, all_reduce_max, at_second
         self.first: int | None = None  # number of the first signal
-        self.since = 0.0  # its time
+        self.since = 0.0  # time of the first signal
         self.on_stop: Callable[[], None] = lambda: None  # called in the signal handler
         self.immediately = False  # a stop signal raises in its handler
-        self.handlers: dict[signal.Signals, Any] = {}  # replaced ones, by signal
+        self.handlers: dict[signal.Signals, Any] = {}  # signal -> handler before `install`
         parent = os.environ.get("LEASH_PARENT")
         if parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
             parent = os.getppid()
-        self.parent = int(parent) if parent else None  # the launcher; the run stops without it
+        self.parent = int(parent) if parent else None  # the launcher; the run stops if it is gone
 
     def install(self) -> None:
         """Replace the handlers of both signals."""
@@ -80,9 +81,9 @@ class StopSignals:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Let a stop signal interrupt the block, in which nothing must be finished or undone.
+        """Let a stop signal interrupt the block, which must need no clean-up.
 
-        Several ranks can only stop together: at its start and at calls of `check`.
+        Several ranks stop only together: at the start of the block and at calls of `check`.
         """
         self.immediately = self.ranks == 1
         try:
@@ -141,10 +142,10 @@ class EarlyStopping:
 
     stop_at: str | None = None
     patience: int | None = None
-    first: float | None = None  # value of the metric of stop_at
-    best: float | None = None  # evaluation
+    first: float | None = None  # first value of the metric of stop_at
+    best: float | None = None  # best evaluation so far
     worse: int = 0  # evaluations since the best one
-    ended: str | None = None  # reason
+    ended: str | None = None  # reason, once the run is to end
 
     def __post_init__(self) -> None:
         if self.stop_at is not None:
@@ -194,6 +195,6 @@ class EarlyStopping:
         self.best, self.worse = state["best"], state["worse"]
         if self.stop_at and state["stop_at"]:
             same = read_rule(self.stop_at)[0] == read_rule(state["stop_at"])[0]
-            self.first = state["first"] if same else None  # decides the direction
+            self.first = state["first"] if same else None  # the first value decides the direction
         if (state["stop_at"], state["patience"]) == (self.stop_at, self.patience):
             self.ended = state["ended"]

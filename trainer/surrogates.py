@@ -6,8 +6,8 @@ r is the ratio pi_curr / pi_old. old is gen; if another engine sampled, old are 
 the trainer computes with the generating weights. Terms are minimised.
 
 tv_mask and kl_mask (DPPO: Qi et al. 2026, arXiv 2602.04879, eq. 11 to 14) bound the divergence from
-the generating policy. Each divergence is over two outcomes: the sampled token or any other. Left
-out on purpose: the paper's divergences over the top k tokens, which need more log-probs.
+the generating policy. Each divergence is over two outcomes: the sampled token or any other. Not
+supported: the paper's divergences over the top k tokens, because they need more log-probs.
 SEQUENCE_MASKS drop whole responses, with any surrogate.
 Torch-free, so that the parent process can read SURROGATES.
 """
@@ -209,8 +209,8 @@ def is_past_both(
 def kpop_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
     """Return -r A, or 0 if `both_kls` is above `kl`, whatever the sign of A.
 
-    KPop (Guo et al., Ant Group, https://ringtech.notion.site/kpop), by its ports in AReaL, prime-rl
-    and verl; there the bound is 0.1 nats.
+    KPop (Guo et al., Ant Group, https://ringtech.notion.site/kpop), as in AReaL, prime-rl and verl,
+    where the bound is 0.1 nats.
 
     >>> import torch
     >>> curr, gen = torch.tensor([0.5, 1e-4]).log(), torch.tensor([0.4, 0.2]).log()
@@ -254,16 +254,16 @@ def _masked_term(
 
 
 RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
-Term = Callable[..., "Tensor"]  # of curr, gen, r, advantage and a ClipRange
+Term = Callable[..., "Tensor"]  # function of curr, gen, r, advantage and a ClipRange
 
 
 @dataclass(frozen=True)
 class Surrogate:
     """A loss of the ratio: `term`, and `stopped`, the mask of tokens outside its bounds.
 
-    `keys`: the keys of algorithm.* that both read; others are refused. `divergence`: name of the
-    metric and function of (gen, curr), logged as the maximum over the loss mask. `one_step`: right
-    only for responses of the current policy, one optimiser step a batch.
+    `keys`: the keys of algorithm.* that `term` and `stopped` read; other bounds are refused.
+    `divergence`: name of the metric and function of (gen, curr), logged as the maximum over the
+    loss mask. `one_step`: correct only for one optimiser step per batch, on fresh responses.
     """
 
     term: Term
@@ -326,7 +326,7 @@ def _row_mean(value: Tensor, mask: Tensor) -> Tensor:
     return value.where(mask, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-# Distances in nats of a response from the policy that sampled it.
+# Distances in nats between the trained policy and the policy that sampled the response.
 SEQUENCE_MASKS = {
     "opsm": opsm_distance,
     "trm_max": trm_max_distance,
@@ -355,7 +355,10 @@ def masked_rows(
 
 
 def find_surrogate(surrogate: str | Surrogate) -> Surrogate:
-    """Return the surrogate of a name, or an own one; ValueError for an unknown name."""
+    """Return the surrogate with this name; a `Surrogate` is returned as it is.
+
+    Raise ValueError for an unknown name.
+    """
     if isinstance(surrogate, Surrogate):
         return surrogate
     if surrogate not in SURROGATES:

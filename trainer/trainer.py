@@ -2,14 +2,14 @@
 
     batch = source(i)            rollouts (reset -> generate -> step until done) or demonstrations
     batch = retrieve_kl(batch)   reference log-probs and the per-token KL, once per trajectory
-    batch = advantage(batch)     KL added to the reward; advantages by group baseline or GAE
-    metrics = update(batch)      epochs x minibatches x micro-batches: the only gradients
+    batch = advantage(batch)     reward, minus the KL if kl.where=reward; group baseline or GAE
+    metrics = update(batch)      epochs x minibatches x micro-batches; only this needs gradients
     weight_sync(policy, gen)     new weights for the generator, unless it is the policy
     retrieve_kl.refresh(i)       new weights for the reference, if configured
     leash.follow(metrics)        new KL coefficient, if configured
 
-Left out on purpose: replay across iterations. To add a feature, replace one of these
-functions (example: trainer/scale/overlap.py); add no branch to the loop.
+There is no replay buffer: a batch is at most `trainer.overlap` iterations old. To add a feature,
+replace one of these functions (example: trainer/scale/overlap.py); add no branch to the loop.
 """
 
 import gc
@@ -61,8 +61,8 @@ class Trainer:
     evaluate: Evaluate
     checkpoints: Checkpoints
     num_iterations: int
-    num_logged_responses: int | str = 16  # per iteration, or "all"
-    profile: list[int] = field(default_factory=list)  # iterations whose trace rank 0 writes
+    num_logged_responses: int | str = 16  # responses per iteration, or "all"
+    profile: list[int] = field(default_factory=list)  # iterations that rank 0 traces
     observers: Observer = field(default_factory=Observer)
     progress: Progress = field(default_factory=Progress)
     last_sync: SyncResult = field(default_factory=SyncResult)
@@ -75,11 +75,11 @@ class Trainer:
         """Train to the last iteration; return the sweep metric."""
         if resume:
             restore_run(self)
-        self.last_sync = push_weights(self.policy, self.generator)  # resume loads only the policy
+        self.last_sync = push_weights(self.policy, self.generator)  # an engine starts with others
         gc.freeze()  # garbage collection skips the objects of the set-up
         self.runtime.stops.on_stop = self.observers.stopping
         about = {"iteration": self.progress.iteration, "inputs": self.inputs}
-        self.runtime.write_status(**about)  # the parent sees the start
+        self.runtime.write_status(**about)  # a parent process sees that training has begun
         try:
             self.observers.begin()
             self._catch_up()
@@ -117,14 +117,14 @@ class Trainer:
         self.checkpoints.maybe_save(done, self.state_dict(), last=done == self.num_iterations)
 
     def score(self, batch: TensorDictBase) -> TensorDictBase:
-        """Add the KLs to a batch, and what an update with an exact KL reads of its reference."""
+        """Add the KLs to a batch, and `ref_states` if the update needs them for an exact KL."""
         exact = self.update.leash.exact_leash
         for name, reference in ("ref", self.retrieve_kl), ("teacher", self.teacher):
             batch = reference(batch, keep_states=exact is not None and exact.name == name)
         return batch
 
     def _batch(self, i: int, clock: Clock) -> TensorDictBase:
-        """Return the batch with its KL; at a stop, save the state before iteration `i`."""
+        """Collect and score the batch; on a stop signal save the state before iteration `i`."""
         states = self._states()
         try:
             self.runtime.set_phase("collect")
@@ -143,7 +143,7 @@ class Trainer:
         return batch
 
     def _advantage(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return the batch with what update and metrics read of the advantage."""
+        """Return the batch with advantages; raise ValueError if a key is missing."""
         judged = ADVANTAGE_WRITES if "reward_raw" in batch else ()
         learnt = [key for key in OF_ADVANTAGE if key in self.update.objective.reads]
         batch = self.advantage(batch)
@@ -215,7 +215,7 @@ class Trainer:
             # The evaluation after training cannot be stopped.
             with nullcontext() if kind == "after" else self.runtime.stops.stoppable():
                 scores, records = self.evaluate(iteration, kind=kind, on_progress=on_progress)
-        except Stopped:  # training of this iteration is done, its evaluation is not
+        except Stopped:  # a resume repeats only the evaluation of this iteration
             if iteration:
                 self.progress.unevaluated = metrics
                 self._write(metrics)
@@ -247,7 +247,7 @@ class Trainer:
             self.runtime.write_status(ended=self.early_stopping.ended)
 
     def _write(self, metrics: dict[str, float]) -> None:
-        """Write status and metrics; without evaluations, set the sweep metric."""
+        """Write status, metrics and, without evaluations, the sweep metric: reward or -loss."""
         any_valid = metrics.get("reward/dropped_fraction") != 1  # no reward if all are dropped
         if "loss/total" in metrics and any_valid and not self.evaluate.plans:
             self.progress.objective = metrics.get("reward/mean", -metrics["loss/total"])
@@ -259,7 +259,7 @@ class Trainer:
         return deepcopy({name: part.state_dict() for name, part in self.parts.items()})
 
     def _save(self, states: dict[str, Any]) -> None:
-        """Save a checkpoint with these states of the parts at a stop, if that is on."""
+        """Save a checkpoint with these states of the parts, if checkpoint.on_stop."""
         if self.checkpoints.on_stop and self.progress.iteration:
             self.checkpoints.save(self.progress.iteration, self.state_dict() | {"parts": states})
 
@@ -295,9 +295,9 @@ class Trainer:
             "update": self.update.state_dict(),
             **{each.names.loss: each.controller.state_dict() for each in self.update.leash.each},
             "version": self.policy.version,
-            "reference": self.retrieve_kl.sha256,  # a resumed run must have the same ones
+            "reference": self.retrieve_kl.sha256,  # a resume refuses another reference
             "teacher": self.teacher.sha256,
-            "inputs": self.inputs,  # and the same hashes of rows, templates and code
+            "inputs": self.inputs,  # a resume refuses other rows or templates, and notes other code
             "parts": self._states(),
             "early_stopping": self.early_stopping.state_dict(),
         }

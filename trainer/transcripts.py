@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainer.metrics import judged_rows
 
-MAX_TOKENS = 256  # of a row: about ten kilobytes
+MAX_TOKENS = 256  # tokens of a row that `token_columns` keeps, about ten kilobytes
 
 
 def transcripts(
@@ -22,8 +22,9 @@ def transcripts(
 ) -> list[dict]:
     """Return responses of a batch as plain records for transcripts.jsonl, the highest reward first.
 
-    The best, median and worst response, and `count` responses group by group, first those of these
-    three; "all": every judged response. With a tokenizer the three have `rank` and `pieces`.
+    The best, median and worst response, and `count` responses group by group, beginning with the
+    groups of these three; "all": every response that was not dropped. With a tokenizer the three
+    have `rank` and `pieces`.
     """
     reward, owner = batch.get("reward_raw").sum(-1).tolist(), batch.get("group_id").tolist()
     judged = judged_rows(batch).nonzero().squeeze(-1).tolist()
@@ -111,7 +112,7 @@ def token_columns(batch: TensorDictBase, i: int, tokenizer: Any) -> dict[str, An
 
 
 def token_texts(ids: list[int], tokenizer: Any) -> list[str]:
-    """Return the text of each token; joined, the texts are that of all tokens.
+    """Return the text of each token; joined, they are the text of all tokens.
 
     A character of several tokens belongs to the last of them; the others are empty.
     """

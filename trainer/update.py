@@ -1,11 +1,11 @@
-"""The update: epochs x minibatches x micro-batches. Gradients live only here.
+"""The update: epochs x minibatches x micro-batches. Only this file of the loop computes gradients.
 
-`token_weights` sets `weight` [B, T] over the tokens of an optimiser step on all ranks, before any
-split. So the gradient does not depend on micro-batches, padding, order or ranks.
+`token_weights` sets `weight` [B, T] from totals of the minibatch on all ranks, before it is split
+into micro-batches. So the gradient does not depend on micro-batches, padding, order or ranks.
 
-All of an iteration is planned from one copy of the masks on the CPU. A GPU waits for what the
-reward charged, for that copy, for the norm of each optimiser step (with `target_kl` also for its
-metrics), and for the metrics at the end.
+An iteration is planned from one copy of the masks on the CPU. The GPU is synchronised only for this
+copy, for kl_coeff_in_loss, for the gradient norm of each optimiser step (with `target_kl` also for
+its metrics), and for the metrics at the end.
 """
 
 import math
@@ -29,11 +29,11 @@ from trainer.losses import token_weights
 from trainer.objectives import EntropyBonus, Objective, Terms
 from trainer.runtime import Runtime
 
-# Keys that say where tokens lie; the scorer reads them on the CPU.
+# Keys that the update plans by; the scorer reads them on the CPU.
 PLANNED = batch_keys(
     ("tokens", "full"), ("masks", "all_attention_mask"), "loss_mask", "temperature", "group_id"
 )
-# Keys that the update and the scorer read; `objective.reads` has the others.
+# Keys that the update and the scorer read; the objective adds `objective.reads`.
 SCORED = (*PLANNED, *batch_keys("ref_states"))
 
 
@@ -45,10 +45,10 @@ class Minibatch:
     rows: Tensor  # [n] int64, rows of the batch, one micro-batch after another
     plans: list[
         TensorDictBase
-    ]  # keys PLANNED and "weight" of each micro-batch; as many on each rank
+    ]  # keys PLANNED and "weight" of each micro-batch; each rank has the same number
 
     def parts(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, TensorDictBase]]:
-        """Yield the rows of each micro-batch, and their plan; one copy of the indices is sent."""
+        """Yield the rows of each micro-batch, and their plan; copy the indices to the GPU once."""
         indices = send(self.rows, _device(batch)).split([len(plan) for plan in self.plans])
         for index, plan in zip(indices, self.plans, strict=True):
             yield batch[index], plan
@@ -60,10 +60,10 @@ class Update:
     `scorer` is the module that `accelerator.prepare` returned; `lr` maps the optimiser step
     (0-based) to a learning rate; `micro_batch_tokens` bounds the tokens of a backward pass,
     padding included. `packing` removes the padding: it concatenates the rows.
-    `leash` is the one of the run: if its coefficient is above 0, either the batch or the objective
-    must have charged its KL; so for that of its teacher. `reference` scores the distributions that
-    `leash.exact_leash` needs. The rate of a parameter group is multiplied by its "scale" and is 0
-    before iteration "since".
+    `leash` is the run's Leash: raise ValueError unless each KL with a coefficient above 0, also the
+    teacher's, counts once, in the reward or in the objective. `reference` is the scorer of the
+    reference of `leash.exact_leash`. A parameter group may have "scale", a factor of its learning
+    rate, and "since", the first iteration in which it is trained.
     `entropy_*` configure `EntropyBonus`; `router_coeff` weighs the load-balancing loss of a mixture
     of experts. If the kl/behaviour_k3 of a minibatch, over all ranks, is above `target_kl` (nats
     per token), the iteration ends without this optimiser step.
@@ -105,7 +105,7 @@ class Update:
         if router_coeff:
             ids = torch.zeros(1, 2, dtype=torch.int64, device=runtime.device)
             with torch.no_grad():
-                scorer(ids, ids == 0, balance=True)  # refuses a model without routers
+                scorer(ids, ids == 0, balance=True)  # raises ValueError if there are no routers
         self.step = 0
         self.skipped = 0
 
@@ -127,10 +127,10 @@ class Update:
             if not self._step(batch, minibatch, log):
                 not_taken = len(plan) - number
                 break
-            # `first`: the first minibatch with loss tokens, scored by the weights that sampled it.
+            # `first`: the first minibatch with loss tokens, for kl/mismatch: no step was taken yet.
             if not first.sums:
                 first.join(log)
-        self.step = start + len(plan)  # schedules also count the steps not taken
+        self.step = start + len(plan)  # the schedule also counts steps that target_kl skipped
         self.scorer.eval()
         metrics = log.result(self.runtime)
         if "kl/mismatch" in first.sums:
@@ -292,16 +292,16 @@ def _device(batch: TensorDictBase) -> torch.device:
 
 
 class _Log:
-    """Sums over the micro-batches of an epoch, on the device until `result` reduces them once."""
+    """Sums over the micro-batches of an epoch; only `result` copies them from the GPU."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}  # of losses, means and token counts
+        self.sums: dict[str, Tensor] = {}  # sums of losses, means and token counts
         self.maxima: dict[str, Tensor] = {}
         self.notes: dict[str, list[float]] = {}  # one value per optimiser step
 
     @torch.no_grad()
     def add(self, terms: Terms, losses: dict[str, Tensor], mask: Tensor) -> None:
-        """Add a micro-batch; nothing waits for the device."""
+        """Add a micro-batch without synchronising the GPU."""
         parts = {f"loss/{name}": value for name, value in losses.items()}
         parts |= {name: (value * mask).sum() for name, value in terms.means.items()}
         parts["tokens"] = mask.sum()

@@ -1,9 +1,11 @@
 """Weight sync: transfer the policy's weights to the engine after each update, and verify it.
 
-An engine gets a copy of the weights, with LoRA the merged ones or, if it takes them, the adapter's.
-Both score fixed ids before and after the transfer. It is an error if they then disagree; if the
-engine's scores did not change although the policy's did (in half precision a step may be smaller
-than the tolerance); or if they changed since the last transfer (the engine was restarted).
+An engine gets a copy of the weights, with LoRA the merged weights or, if it can, the adapter.
+Both score fixed ids before and after the transfer. Raise RuntimeError if
+- they disagree after the transfer;
+- the engine's scores did not change although the policy's did (in half precision a step may be
+  smaller than the tolerance);
+- the engine's scores changed since the last transfer (the engine was restarted).
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from policies.load import weights_of
 from policies.protocols import EngineGenerator, Generator, Policy
 from policies.scorer import placement_of
 
-MIN_MOVE = 0.01  # share of the tolerance; when the policy moves more, the engine must follow
+MIN_MOVE = 0.01  # the engine must change if the policy moves by more than this * tolerance
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,16 @@ def push_weights(
 ) -> SyncResult:
     """Copy the policy's weights to an engine and compare log-probs of fixed ids.
 
-    RuntimeError unless both agree on every token within the engine's `tolerance` in nats, and the
-    engine changed with the policy since `last`. With `takes_trained` only LoRA adapters are sent.
-    Each of an engine's `copies` of the weights, 1 by default, scores an equal block of the rows.
+    Raise RuntimeError unless both agree on every token within the engine's `tolerance` in nats, and
+    the engine changed with the policy since `last`. If the engine `takes_trained`, only LoRA
+    adapters are sent. Each of its `copies` of the weights, 1 by default, scores an equal block.
     """
     if generator is None or generator is policy:
         return SyncResult()
     engine: EngineGenerator = generator
     limit, size = engine.tolerance, policy.model.get_input_embeddings().num_embeddings
     copies = getattr(engine, "copies", 1)
-    probe = torch.linspace(0, size - 1, 32).long().reshape(2, 16)  # from all over the vocabulary
+    probe = torch.linspace(0, size - 1, 32).long().reshape(2, 16)  # spread over the vocabulary
     probe = probe.repeat(copies, 1)  # [2 * copies, 16]
     expected, confirmed = _log_probs(policy, probe), None if last is None else last.confirmed
     old = _log_probs(engine, probe)
@@ -75,7 +77,7 @@ def push_weights(
 
 
 def _check_unchanged(confirmed: Tensor | None, old: Tensor, *, limit: float) -> None:
-    """Raise if an engine no longer scores as after the last transfer."""
+    """Raise RuntimeError if an engine no longer scores as after the last transfer."""
     if confirmed is not None and not (gone := _distance(confirmed, old)) <= limit:
         raise RuntimeError(
             f"the engine lost its weights: its log-probs moved by {gone:.3g} nats since the last "
@@ -86,7 +88,7 @@ def _check_unchanged(confirmed: Tensor | None, old: Tensor, *, limit: float) -> 
 def _check_arrived(
     expected: Tensor, old: Tensor, new: Tensor, confirmed: Tensor, *, limit: float
 ) -> None:
-    """Raise if an engine does not score as the policy, or did not change with it."""
+    """Raise RuntimeError if an engine does not score as the policy, or did not change with it."""
     before, after, same = _distance(expected, old), _distance(expected, new), torch.equal(old, new)
     moved = _distance(expected, confirmed)
     gap = f"after a transfer its log-probs are {after:.3g} nats from the policy's "

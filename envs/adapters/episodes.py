@@ -2,8 +2,8 @@
 
 A task is stateless and gets the messages of a chat; an external environment keeps state from turn
 to turn. An open episode is stored under its chat. If none is open (more chats than `at_once`), a
-new one replays the chat and must answer as before. All of it runs in the event loop of one thread,
-which keeps connections alive between turns.
+new one replays the chat and must return the same messages. All episodes run in the event loop of
+one thread, which keeps connections alive between turns.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Episode:
 
 
 class Episodes(Task):
-    """The base: a subclass has `_rows` by split, `names` (of its reward parts) and `open`.
+    """The base: a subclass has `_rows` by split, `names` of its reward parts, and `open`.
 
-    A row has "messages" and "place", a unique name. `at_once`: the maximum of open episodes.
+    A row has "messages" and "place", a unique name. `at_once`: largest number of open episodes.
     """
 
     names: Sequence[str] = ()
@@ -55,7 +55,7 @@ class Episodes(Task):
     def __init__(self, *, at_once: int) -> None:
         self.at_once = at_once
         self._free = asyncio.Semaphore(at_once)
-        self._open: dict[str, list[Episode]] = {}  # by chat, the oldest first
+        self._open: dict[str, list[Episode]] = {}  # chat -> open episodes, the oldest first
         self._count = 0  # episodes that are open or about to be
         self._turns: dict[int, tuple[Response, Turn]] = {}  # turns of the last rewards
 
@@ -64,7 +64,7 @@ class Episodes(Task):
         raise NotImplementedError
 
     async def finish(self, rows: Sequence[Row], turns: list[Turn]) -> list[Turn]:
-        """Complete the turns of these rows after all of them were played."""
+        """Complete the turns of these rows once all rows have a turn."""
         return turns
 
     def rows(self, split: Split) -> Sequence[Row]:
@@ -72,7 +72,7 @@ class Episodes(Task):
         return self._rows[split]
 
     def part_names(self) -> list[str]:
-        """Return the names of the reward parts without playing."""
+        """Return the names of the reward parts without an episode."""
         return sorted(self.names)
 
     def rewards(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Reward]:
@@ -98,7 +98,7 @@ class Episodes(Task):
         return await self.finish(rows, await asyncio.gather(*(self._turn(*p) for p in pairs)))
 
     async def _turn(self, row: Row, response: Response) -> Turn:
-        """Play the response in the chat's open episode, or in a new one after a replay."""
+        """Give the response to the chat's open episode, or to a new one after a replay."""
         added = response.messages[0]["role"] == "system" != row["messages"][0]["role"]
         past = response.messages[len(row["messages"]) + added :]
         async with self._free:
@@ -127,7 +127,7 @@ class Episodes(Task):
         """Open an episode, if needed after closing the oldest waiting one; needs `_free`."""
         self._count += 1
         try:
-            while self._count > self.at_once:  # one is waiting: fewer than at_once play
+            while self._count > self.at_once:  # one waits, because fewer than at_once have a turn
                 await self._leave(self._take(next(iter(self._open))))
             return await self.open(row)
         except BaseException:
@@ -140,7 +140,7 @@ class Episodes(Task):
         await episode.close()
 
     async def _replay(self, row: Row, past: list[Message]) -> Episode:
-        """Replay past messages in a new episode; ValueError if it answers differently."""
+        """Replay past messages in a new episode; raise ValueError if its messages differ."""
         episode = await self._enter(row)
         for place in (i for i, message in enumerate(past) if message["role"] == "assistant"):
             response = Response(past[place]["content"], True, past[: place + 1])

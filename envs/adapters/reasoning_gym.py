@@ -1,6 +1,6 @@
 """The datasets of the library reasoning-gym as tasks, by name: chain_sum, sudoku, ... (over 100).
 
-Rows are generated on access. The dataset's score_answer judges responses in a separate process,
+Rows are generated on access. The dataset's score_answer scores responses in a separate process,
 because some datasets evaluate code in a response.
 """
 
@@ -28,7 +28,7 @@ class ReasoningGym(Task):
     `config`: the dataset's settings, e.g. {"min_terms": 2}. `num_rows` train rows are a function
     of `seed`; eval rows have other seeds, and no train row has their question. `instruction`
     follows each question. The answer is the text of the last <answer>, else all outside of <think>.
-    `timeout` (seconds) is for judging one response.
+    `timeout`: seconds for scoring one response.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ReasoningGym(Task):
         ]
 
     def demonstrations(self) -> Sequence[Row]:
-        """Return the train rows with the library's answers; ValueError if it has none."""
+        """Return the train rows with the library's answers; raise ValueError if it has none."""
         rows = self.rows("train")
         if not all(isinstance(row["answer"], str) for row in rows):
             raise ValueError(f"expected {self.name} to give answers, got none for SFT")
@@ -110,7 +110,7 @@ class ReasoningGym(Task):
 
 
 def make_dataset(name: str, config: Mapping[str, Any], *, size: int, seed: int) -> Any:
-    """Return a dataset of the library; ValueError for a name or a setting that it does not have."""
+    """Return a dataset of the library; raise ValueError for an unknown name or setting."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -123,7 +123,7 @@ def make_dataset(name: str, config: Mapping[str, Any], *, size: int, seed: int) 
 
 def _library() -> Any:
     try:
-        with warnings.catch_warnings():  # about its open data files
+        with warnings.catch_warnings():  # the library warns of its open data files
             warnings.simplefilter("ignore")
             import reasoning_gym  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -133,7 +133,7 @@ def _library() -> Any:
 
 @cache
 def judges(timeout: float) -> Workers:
-    """Return the process that judges all tasks with this time-out."""
+    """Return the process that scores the responses of all tasks with this time-out."""
     return Workers(LazyFunction(make_scorer), timeout=timeout, processes=1)
 
 
@@ -148,7 +148,7 @@ def make_scorer() -> Callable[[str, str, dict[str, Any]], float]:
     def score(settings: str, answer: str, entry: dict[str, Any]) -> float:
         try:
             return float(dataset(settings).score_answer(answer, entry))
-        except Exception:  # some scorers assume a form of the answer
+        except Exception:  # some scorers fail on answers of another form
             return 0.0
 
     return score

@@ -2,8 +2,8 @@
 
 The reward is the compound score of the PyPI library vaderSentiment (Hutto and Gilbert 2014), from
 -1 to 1: a word list with rules for negation, capitals and exclamation marks. It ignores the
-subject, so only the leash limits how far the policy exploits it (the first experiment of Ziegler et
-al. 2019, arXiv 1909.08593, with a scorer in place of their classifier).
+subject, so only the KL penalty limits how far the policy exploits it (the first experiment of
+Ziegler et al. 2019, arXiv 1909.08593, with a scorer in place of their classifier).
 Train and eval have different subjects.
 """
 
@@ -38,7 +38,7 @@ SUBJECTS: dict[Split, tuple[str, ...]] = {
 class Reviews(Task):
     """Requests such as "Write a one-sentence review of a hotel room.".
 
-    The reward is the score; a response that was cut off earns at most half of it. A reward above
+    The reward is the score; a response that was cut off gets at most half of it. A reward above
     0.5 is right.
 
     >>> task = Reviews()
@@ -67,7 +67,7 @@ class Reviews(Task):
 
 
 def _scorer() -> Any:
-    """Return vaderSentiment's scorer; ImportError if it is not installed."""
+    """Return vaderSentiment's scorer; raise ImportError if it is not installed."""
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError:

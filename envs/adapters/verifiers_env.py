@@ -1,10 +1,9 @@
 """Run environments of the library verifiers, with their rows, turns, stops and rubrics.
 
-The library's rollout plays each chat; its client waits for the response that leash samples. Only
-the tokens are leash's, everything else is the environment's. Only this file imports the library
-(`pip install -e '.[verifiers]'`).
-Left out on purpose: images, environments that rewrite earlier turns, and `verifiers.v1` (all of
-0.4), whose harnesses are programs that request completions over HTTP.
+The library's rollout runs each chat; its client waits for the response that leash samples. Only
+this file imports the library (`pip install -e '.[verifiers]'`). Not supported: images; environments
+that rewrite earlier turns, because sampled ids never change; `verifiers.v1` (all of 0.4), because
+its harnesses are programs that request completions over HTTP.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ FAILED: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("FAILE
 class Verifiers(Episodes):
     """The environment that load_environment(**arguments) of the installed module `name` returns.
 
-    The last response of a chat earns the rubric's weighted sum; the rubric's functions are the
-    reward parts, and a reward from pass_threshold on is right. If a function fails, the response is
-    dropped with its group and counted. Without data for evaluation a seeded tenth is held out.
+    The last response of a chat gets the rubric's weighted sum as its reward; the rubric's functions
+    are the reward parts. A reward of at least pass_threshold is right. If a function fails, the
+    response is dropped with its group and counted. Without eval data a seeded tenth is held out.
     `max_turns` limits the environment's turns. `parser` reads the calls of an environment with
     tools.
     """
@@ -57,7 +56,7 @@ class Verifiers(Episodes):
         self.env = load(name, arguments or {})
         self.names = sorted(set(self.env.rubric._get_reward_func_names()))
         self.together = self.env.rubric.has_group_rewards
-        for env in getattr(self.env, "envs", [self.env]):  # an EnvGroup's
+        for env in getattr(self.env, "envs", [self.env]):  # an EnvGroup has several
             if (turns := env.max_turns) != 1 and max_turns == 1:
                 raise ValueError(f"{name} has {turns} turns; set env.max_turns above 1")
             if turns != 1 and self.together:
@@ -82,7 +81,7 @@ class Verifiers(Episodes):
 
     async def finish(self, rows: Sequence[Row], turns: list[Turn]) -> list[Turn]:
         """Add the rewards of finished chats to their turns."""
-        ended: dict[int, list[int]] = {}  # indices of chats that are scored together
+        ended: dict[int, list[int]] = {}  # group -> indices of chats that are scored together
         for i in (i for i, turn in enumerate(turns) if not turn.messages):
             ended.setdefault(id(rows[i]) if self.together else i, []).append(i)
         groups = [[turns[i].state for i in group] for group in ended.values()]
@@ -93,7 +92,7 @@ class Verifiers(Episodes):
         return turns
 
     async def _score(self, states: list[Any]) -> list[Any]:
-        """Score chats by the library; return the errors of the functions and before."""
+        """Score chats by the library; return the errors of the rollouts and of the functions."""
         failed = [state["error"] for state in states if state.get("error") is not None]
         FAILED.set(failed)
         async with self._free:
@@ -139,7 +138,7 @@ class Rollout(Episode):
         return None
 
     async def answer(self, response: Response) -> Turn:
-        """Return the environment's messages after a response, at the end the rollout's state."""
+        """Return the environment's messages after a response; at the end also the state."""
         expected = [*self.seen, assistant(response.text)]
         self.responses.put_nowait(response)
         if (prompt := await self.next_prompt()) is None:
@@ -184,7 +183,7 @@ def waiting_client() -> type:
             }
             return Response(id="leash", created=0, model=model, message=message)
 
-    Waiting.__abstractmethods__ = frozenset()  # of clients with a server
+    Waiting.__abstractmethods__ = frozenset()  # they are for clients with a server
     return Waiting
 
 
@@ -215,7 +214,7 @@ def load(name: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def plain(prompt: Sequence[Any]) -> list[Message]:
-    """Return messages with role and content only; ValueError if a content is not text.
+    """Return messages with only role and content; raise ValueError if a content is not text.
 
     >>> plain([{"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": None}])
     [{'role': 'user', 'content': 'Hi'}]

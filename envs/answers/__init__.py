@@ -1,1 +1,1 @@
-"""The answer in a response: where it stands, which number it is, whether it is right."""
+"""The answer in a response: extract it, read it as a number, compare it with the right one."""

@@ -1,4 +1,4 @@
-"""Multiple choice: options in a cell, the right letter, and the option that a response takes."""
+"""Multiple choice: options in a cell, the right letter, and the option that a response chooses."""
 
 import json
 import re
@@ -10,21 +10,21 @@ from envs.answers.comparison import plain
 from envs.answers.extraction import extract_answer
 
 TEXT_KEYS, LABEL_KEYS = ("text", "content", "option"), ("label", "key", "id")
-LETTERED = re.compile(r"\(?([A-Z])[).:]\s*")  # options of AQuA: "A)21"
+LETTERED = re.compile(r"\(?([A-Z])[).:]\s*")  # options as in AQuA: "A)21"
 LATEX = re.compile(r"\\(?:text\w*|mathrm|mathbf)\s*\{([^{}]*)\}")
 LETTER = re.compile(r"(?<![\w'\u2019])([A-Z])(?![\w'\u2019])")
 # Before a word in lower case "A" is the article and "I" the pronoun, unless a reason follows.
 REASON = r"[\s*_]+(?:because|since|as|is (?:correct|right|the))\b"
 PROSE = re.compile(rf"(?!{REASON}| (?:or|and)\b) +[a-z]")
 END = re.compile(rf"[\W_]*(?:$|\n)|[\s*_]*[).:\],;]| +[-\u2013] |{REASON}")
-BEFORE = r"\b(?i:answer|option|choice|choose|is|it's)\b[\s:*_(\[\"']*"  # of a stated letter
+BEFORE = r"\b(?i:answer|option|choice|choose|is|it's)\b[\s:*_(\[\"']*"  # before a stated letter
 STATED = re.compile(BEFORE + r"([A-Z])(?![\w'\u2019])")
 NEGATION = re.compile(r"(?i)(?:\bnot|n't)[\s*_(\"]*$")
 ANSWER_IS = re.compile(r"(?i)\banswer(?:\s+is|\s*:)\s*:?\s*(.+)")
 
 
 def read_options(cell: Any) -> tuple[list[str], list[str]]:
-    """Return the labels of options, [] if they have none, and their texts; else ValueError.
+    """Return the labels of options, [] if they have none, and their texts; else raise ValueError.
 
     A cell is a list of texts, {text: [...], label: [...]}, a list of {text, label}, or
     {A: ..., B: ...}; each also as JSON.
@@ -74,11 +74,11 @@ def right_letter(answer: Any, labels: list[str], texts: list[str]) -> str | None
 
 
 def chosen_letter(response: str, options: Mapping[str, str]) -> str | None:
-    """Return the letter of the option that a response takes, or None.
+    """Return the letter of the option that a response chooses, or None.
 
-    It takes one by its text alone, by its letter alone, by the last letter behind "answer is",
-    "option" and the like, or by the only letter that it names ("A) Lima", "So I pick A."). A letter
-    with another one behind it, or with the text of another option, is None.
+    The response is only the option's text, or only its letter; or the option is the last letter
+    after "answer is", "option" and the like, or the only letter in the response ("A) Lima", "So I
+    pick A."). A letter followed by another letter, or by the text of another option, gives None.
 
     >>> options = {"A": "Lima", "B": "Oslo"}
     >>> texts = ("(a)", "A. Lima", "The answer is A.", "lima.", "A city.", "A. Oslo", "A. B.")

@@ -1,8 +1,7 @@
 """Compare answers as texts, words or LaTeX; numbers in them by their value (numbers.py).
 
-Comparisons but `similarity` are exact: a right answer in another form may earn nothing, a wrong one
-never earns.
-Left out on purpose: symbolic equality; math-verify does it if installed.
+All comparisons except `similarity` are exact: a right answer in another form may get no reward, a
+wrong one never gets any. Symbolic equality needs the package math-verify.
 """
 
 import re
@@ -24,14 +23,14 @@ POWERS = ("<super>", "<sub>", "<fraction>")  # NFKC would write 5\u00b2 as 52
 TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
 IGNORED = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[!,;:()\[\]]|\\?[$\u20ac\u00a3]")
 LETTERS = re.compile(r"\\?[^\W\d_]+")
-# **5**, "5", `5`; the star of 2*3 and the prime of x' stand behind what they belong to.
+# **5**, "5", `5`; not the star of 2*3 and the prime of x', which follow a letter or digit.
 MARKED = re.compile(
     r"(?<![\w*'\"`)\]}])(\*{1,3}|__?|[\"'`])(?=\S)(.{1,200}?)(?<=\S)\1(?![\w*'\"`])"
 )
 AROUND_WORDS = '.,;:!?"*`()[]{}<>'
-AT_THE_END = ".,;:?"  # of a formula: ! is a factorial, brackets are those of intervals and sets
-INFINITY = {"inf", "infty", "infinity", "oo"}  # in letters, but no words
-# A blank between two digits counts, 1 2 is not 12; and behind a comma, 1, 234 is not 1,234.
+AT_THE_END = ".,;:?"  # removed from a formula's end; ! is a factorial, brackets are sets, intervals
+INFINITY = {"inf", "infty", "infinity", "oo"}  # letters that are not words
+# Blanks that do not count. Others do: 1 2 is not 12, and 1, 234 is not 1,234.
 BLANK = re.compile(r"(?<![\d,\s])\s+|(?<![,\s])\s+(?!\d)")
 FRACTION = re.compile(r"(-?)\\[dt]?frac(?:(\d)(\d)|\{(-?\d+)\}\{(\d+)\})")
 VALUE = re.compile(
@@ -43,8 +42,9 @@ LONGEST = 500  # maximum characters of a parsed expression
 def plain(text: str) -> str:
     """Normalise a text: no case, no emphasis, quotes and full stops, single spaces.
 
-    Around words no other punctuation counts either. In a text without words, such as an interval or
-    a formula, all of it does, but spaces do not. A number is its value: 1,000.0 is 1000.
+    In a text with words no other punctuation counts. In a text without words, such as an interval
+    or a formula, punctuation counts and spaces do not. A number is replaced by its value: 1,000.0
+    becomes 1000.
 
     >>> plain(" The  **New York**!") == plain("the new york"), plain("$18.50"), plain("C++")
     (True, '37/2', 'c++')
@@ -61,7 +61,7 @@ def plain(text: str) -> str:
 def similarity(answer: str, right: str) -> float:
     """Return the similarity of two plain texts, from 0 to 1 (difflib's ratio).
 
-    0 for an answer over twice as long: the ratio is below 2/3, and its cost is quadratic.
+    An answer over twice as long gets 0: its ratio is below 2/3, and the cost is quadratic.
 
     >>> similarity("Jane Austin", "jane austen"), similarity("no " * 9**6, "yes")
     (0.9090909090909091, 0.0)
@@ -74,7 +74,7 @@ def similarity(answer: str, right: str) -> float:
 def holds_words(answer: str, right: str) -> bool:
     """Return whether a text contains the right answer as whole words.
 
-    The letters A and I are also the article and the pronoun. They count at the end, before
+    The letters A and I are also an article and a pronoun, so they count only at the end, before
     punctuation and after "option", "choice" or "answer is".
 
     >>> holds_words("Yes, it is.", "yes"), holds_words("Yesterday", "yes"), holds_words("no.", "")
@@ -105,10 +105,10 @@ def same_answer(answer: str, right: str) -> bool:
 
 
 def same_mathematics(answer: str, solution: str, *, symbolic: bool = False) -> bool:
-    r"""Return whether an answer is the boxed one of a solution, as in MATH.
+    r"""Return whether an answer equals the boxed answer of a solution, as in MATH.
 
-    Plain: the same number, else the same LaTeX without spacing. `symbolic` uses math-verify, which
-    knows other forms, names and units.
+    It must be the same number, else the same LaTeX without spacing. `symbolic` also uses
+    math-verify, which reads other forms, names and units.
 
     >>> same_mathematics("1/2", r"so \boxed{\dfrac{1}{2}}"), same_mathematics("x+1", r"\boxed{x}")
     (True, False)
@@ -122,7 +122,7 @@ def same_mathematics(answer: str, solution: str, *, symbolic: bool = False) -> b
 
 
 def _spell(text: str) -> str:
-    """Return a text without case, emphasis, quotes and LaTeX's spacing; one spelling a sign."""
+    """Return a text without case, emphasis, quotes and LaTeX's spacing, with one form per sign."""
     if not text.isascii():
         text = "".join(
             c
@@ -139,7 +139,7 @@ def _spell(text: str) -> str:
     else:
         text = text.casefold()
     text = IGNORED.sub("", text)
-    for _ in range(3):  # one in another: **"5"**
+    for _ in range(3):  # marks may be nested: **"5"**
         text = MARKED.sub(r"\2", text)
     return text
 
@@ -179,7 +179,7 @@ def _number(text: str) -> Fraction | None:
 
 
 def symbolic_check() -> Callable[[str, str], bool]:
-    """Return math-verify's comparison of LaTeX answers; ImportError without the package."""
+    """Return math-verify's comparison of LaTeX answers; raise ImportError without the package."""
     try:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
     except ImportError as error:

@@ -1,6 +1,6 @@
-"""Find the answer in a text: behind ####, in <answer> tags or \\boxed, after "The answer is".
+"""Find the answer in a text: after ####, in <answer> tags or \\boxed, after "The answer is".
 
-Thoughts stand between <think> tags or before a bare </think>.
+Thoughts are between <think> tags or before a </think> without <think>.
 """
 
 import re
@@ -20,8 +20,8 @@ PHRASE = re.compile(
 def split_thoughts(text: str) -> tuple[str, str]:
     """Return the first thought of a text, and the text outside of all thoughts.
 
-    A thought begins at <think>, or at the start of the text if the prompt ended in it, and ends at
-    </think>; a thought without an end is dropped with the rest of the text.
+    A thought begins at <think>, or at the start of the text if the prompt ended in <think>, and
+    ends at </think>. A thought without an end reaches to the end of the text.
 
     >>> split_thoughts("<think>6 * 7</think> 42"), split_thoughts("6 * 7</think> 42 <think>or")
     (('6 * 7', ' 42'), ('6 * 7', ' 42 '))
@@ -96,7 +96,7 @@ def extract_answer(text: str) -> tuple[str, bool]:
 
 
 def _braced(text: str) -> str:
-    """Return the text before the brace that closes one opened just before `text`."""
+    """Return `text` up to the brace that closes the brace just before it."""
     depth = 1
     for place, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")

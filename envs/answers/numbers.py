@@ -1,16 +1,15 @@
-"""Read the last number of a text as an exact fraction; $ % , and units do not count."""
+"""Read the last number of a text as an exact fraction; $ % , and units are ignored."""
 
 import re
 from fractions import Fraction
 
-# A minus after a letter or digit is a dash ("5-3" ends in 3). At most 40 digits, to bound the cost
-# of endless digits.
+# A minus after a letter or digit is a dash ("5-3" ends in 3). At most 40 digits, to bound the cost.
 EXPONENT = r"(?:[eE][+-]?\d+)?"
 NUMBER = re.compile(
     r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?!\d)"
     rf"{EXPONENT}(?:/0{{0,9}}[1-9]\d{{0,20}})?|(?<![\w.])-?\.\d{{1,40}}(?!\d){EXPONENT}"
 )
-LARGEST = 999  # exponent: 1e999999999 would fill the memory
+LARGEST = 999  # largest exponent, because 1e999999999 would fill the memory
 
 
 def last_number(text: str) -> Fraction | None:
@@ -33,5 +32,5 @@ def exactly(number: str) -> Fraction | None:
 
 
 def bare(text: str) -> str:
-    """Return a text without $ and backslashes, and with a minus of ASCII."""
+    """Return a text without $ and backslashes, and with an ASCII minus."""
     return text.replace("\u2212", "-").replace("\\", "").replace("$", "")

@@ -1,4 +1,4 @@
-"""Compute the rewards of responses, and find the user's line where that fails."""
+"""Compute the rewards of responses; on an error find the line of the user's code."""
 
 import math
 import os
@@ -24,8 +24,8 @@ NOT_USERS = (
 def compute_rewards(task: Task, rows: Sequence[Row], responses: Sequence[Response]) -> list[Reward]:
     """Compute a task's rewards of responses; a plain number becomes a `Reward` without parts.
 
-    ValueError unless every response has a finite one. An error of the task's code gets a note with
-    its file and line.
+    Raise ValueError unless every response has a finite reward. An error of the task's code gets a
+    note with its file and line.
     """
     process = os.getpid()
     try:
@@ -36,7 +36,7 @@ def compute_rewards(task: Task, rows: Sequence[Row], responses: Sequence[Respons
             error.add_note(f"{where}{columns_hint(error, rows)}")
         raise
     finally:
-        if os.getpid() != process:  # a child that the reward forked would continue the run
+        if os.getpid() != process:  # else a child that the reward forked would continue the run
             error = sys.exc_info()[1]
             os._exit(int(bool(getattr(error, "code", error))))
     name = type(task).__name__
@@ -59,7 +59,7 @@ def compute_rewards(task: Task, rows: Sequence[Row], responses: Sequence[Respons
 
 
 def as_reward(value: Any) -> Reward | None:
-    """Return a reward, or a number as a reward with success above 0; None for anything else.
+    """Return a `Reward`, or for a number a reward with success if it is above 0, else None.
 
     >>> as_reward(0.5)
     Reward(total=0.5, parts={}, success=True, errors=0, dropped=False)
@@ -73,7 +73,7 @@ def as_reward(value: Any) -> Reward | None:
 
 
 def error_location(error: BaseException) -> str:
-    """Return file and line of the innermost user code, not leash's or a library's, or "".
+    """Return file and line of the innermost frame in the user's code, or "".
 
     >>> try:
     ...     {}["a"]

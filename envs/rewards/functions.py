@@ -1,9 +1,8 @@
-"""Reward functions: one number per response; `Rewarded` weighs and sums them.
+"""Reward functions: one number per response; `Rewarded` weights and sums them.
 
 A function takes (row, response), as `Task.reward` does, and returns a number. An error replaces the
-number of its response, so that `on_error` applies to each response alone.
-Left out on purpose: a time-out for plain functions, which cannot be stopped in this process; use
-`SubprocessReward` for those that may hang.
+number of its response, so that `on_error` applies to each response separately. Plain functions have
+no time-out, because a thread cannot be stopped; use `SubprocessReward` for code that may hang.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from envs.tasks.task import Response, Row
 
 Score = float | Exception  # math.nan: the function does not apply to the response
 ON_ERROR = ("raise", "zero", "drop_group")
-FAULTS = (Exception, SystemExit, asyncio.CancelledError)  # errors of a user's code; Ctrl-C is none
+FAULTS = (Exception, SystemExit, asyncio.CancelledError)  # errors of user code; not Ctrl-C
 
 
 class SetupError(Exception):
@@ -25,7 +24,7 @@ class SetupError(Exception):
 
 
 class RewardFunction:
-    """The base: a weight, the treatment of errors, and `scores`, which a subclass overrides.
+    """Base of reward functions: a weight, `on_error`, and `scores`, which a subclass overrides.
 
     `on_error`: "raise" ends the run; "zero" counts the response as 0; "drop_group" removes all
     responses to its prompt from loss and reward metrics. Both count in `reward/errors`.
@@ -49,8 +48,8 @@ class Function(RewardFunction):
     """A function of (row, response), plain or async; SystemExit counts as an error.
 
     Async functions run concurrently, at most `at_once`, each with a `timeout` in seconds (null:
-    none). The time-out acts while a function awaits: one that blocks (time.sleep, a plain HTTP
-    request, a long computation) delays the others; use `SubprocessReward` for it.
+    none). The time-out works only while a function awaits. A function that blocks (time.sleep, a
+    plain HTTP request, a long computation) delays all others: use `SubprocessReward` for it.
 
     >>> short = Function(lambda row, response: 1 / len(response.text))
     >>> short.scores([{}, {}], [Response("four", True, []), Response("", True, [])])
@@ -89,11 +88,11 @@ class Function(RewardFunction):
         return out
 
 
-REGISTERED: dict[str, RewardFunction] = {}  # by name in the configuration
+REGISTERED: dict[str, RewardFunction] = {}  # name in the configuration -> function
 
 
 class Registered(RewardFunction):
-    """The function `name` in `REGISTERED`; in a process without it, it ends the run."""
+    """The function `name` in `REGISTERED`; raise an error that ends the run if it is missing."""
 
     def __init__(self, name: str) -> None:
         self.name, self.function = name, REGISTERED.get(name)
@@ -122,7 +121,7 @@ def as_error(fault: BaseException) -> Exception:
 
 
 def as_score(value: Any) -> float:
-    """Return a reward as a float; ValueError unless it is a finite number."""
+    """Return a reward as a float; raise ValueError unless it is a finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -140,7 +139,7 @@ def gather(
     timeout: float | None,
     at_once: int,
 ) -> list[Score]:
-    """Return the scores of an async function for all responses, run together."""
+    """Return the scores of an async function for all responses, run concurrently."""
     free = asyncio.Semaphore(at_once)
 
     async def one(row: Row, response: Response) -> Score:

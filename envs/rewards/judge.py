@@ -1,7 +1,7 @@
 """A language model as judge, on any server with OpenAI's chat completions.
 
-The key comes from an environment variable and goes to this server only: redirects are not followed.
-Left out on purpose: other protocols, batches by file, judges inside the training process.
+The key comes from an environment variable and is sent only to this server: redirects are not
+followed.
 """
 
 import asyncio
@@ -36,15 +36,15 @@ HOPELESS = (401, 403, 404)  # status codes that end the run
 
 
 class Judge(RewardFunction):
-    """A score from POST `url`/chat/completions, e.g. url=http://localhost:8000/v1.
+    """Score a response by POST `url`/chat/completions, e.g. url=http://localhost:8000/v1.
 
     `prompt` may contain {question} (the last message before the response), {response} and {answer}
-    (of the row). The score is the first group of the last match of `pattern` in the judge's
-    message, divided by `out_of`; no match or a score outside of 0 to `out_of` is an error. A try
-    takes at most `timeout` seconds; 429, 5xx and lost connections are tried `tries` times, after
-    `wait`, 2 * `wait`, ... seconds or the server's Retry-After (at most 60). 401, 403 and 404 end
-    the run. The environment variable `key_variable` holds the key; without it only api.openai.com
-    gets $OPENAI_API_KEY.
+    (the row's). The score is the first group of the last match of `pattern` in the judge's message,
+    divided by `out_of`. Without a match, or with a score outside of 0 to `out_of`, the score is an
+    error. A try takes at most `timeout` seconds; 429, 5xx and lost connections are tried `tries`
+    times, after `wait`, 2 * `wait`, ... seconds or the server's Retry-After (at most 60). 401, 403
+    and 404 end the run. The environment variable `key_variable` holds the key; without it only
+    api.openai.com gets $OPENAI_API_KEY.
     """
 
     tried = False  # a call costs money and runs no user code
@@ -85,14 +85,14 @@ class Judge(RewardFunction):
         return gather(self._score, rows, responses, timeout=None, at_once=self.at_once)
 
     def question(self, row: Row, response: Response) -> str:
-        """Return the prompt for the judge; braces inside of fields stay unchanged."""
+        """Return the prompt for the judge; braces in the row's texts stay unchanged."""
         before = response.messages[:-1] or row.get("messages", [])
         fields = {"question": before[-1]["content"] if before else "", "response": response.text}
         fields["answer"] = str(row.get("answer", ""))
         return FIELD.sub(lambda match: fields[match[1]], self.prompt)
 
     def read(self, verdict: str) -> float:
-        """Return the score, from 0 to 1, in the judge's message; ValueError without one."""
+        """Return the score, from 0 to 1, in the judge's message; raise ValueError without one."""
         matches = list(self.pattern.finditer(verdict))
         if not matches:
             raise ValueError(f"expected a score as {self.pattern.pattern}, got {verdict[-80:]!r}")
@@ -123,7 +123,7 @@ class Judge(RewardFunction):
                     raise SetupError(f"{self.url}: {fault}; check url, model and ${key_name}")
                 if code != 429 and code < 500:
                     break
-                with suppress(KeyError, ValueError):  # absent, or a date
+                with suppress(KeyError, ValueError):  # Retry-After is absent, or a date
                     pause = max(pause, min(float(answer.headers["Retry-After"]), 60.0))
             except TimeoutError:
                 fault = f"no answer within {self.timeout:g} s"
@@ -135,7 +135,7 @@ class Judge(RewardFunction):
 
 
 def content(answer: bytes) -> str:
-    """Return the message of a chat completion; ValueError for anything else.
+    """Return the message of a chat completion; raise ValueError for anything else.
 
     >>> content(b'{"choices": [{"message": {"content": "Score: 7"}}]}')
     'Score: 7'

@@ -1,6 +1,6 @@
 """The score of a trained reward model: for a task, and as one function of `env.rewards`.
 
-The model is policies/models/reward_model.py, its training trainer/preference_pairs.py.
+policies/models/reward_model.py has the model, trainer/preference_pairs.py its training.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from policies.models.find import no_reward_model
 class LearntScore:
     """Score chats by a reward model, loaded at the first chat.
 
-    A folder (`name` in errors) is checked at once; experiment:<name> is resolved later.
+    A folder is checked at once; experiment:<name> is resolved later. `name`: for errors.
     """
 
     def __init__(self, folder: str, clip: float, *, name: str) -> None:
@@ -30,7 +30,7 @@ class LearntScore:
         return ChatRewards(self.folder)
 
     def score_responses(self, responses: Sequence[Response]) -> list[float]:
-        """Return the score at the end of each response, all scored together."""
+        """Return the score at the end of each response, as one batch."""
         return self._model(
             [response.messages for response in responses], [r.complete for r in responses]
         )
@@ -47,7 +47,7 @@ class LearntScore:
 class RewardModel(RewardFunction):
     """The score of a reward model at the end of each chat, within +-`score_clip`.
 
-    `model`: as `reward_model` of `LearntReward`.
+    `model`: see `reward_model` of `LearntReward`.
     """
 
     tried = False  # it would load a model
@@ -59,5 +59,5 @@ class RewardModel(RewardFunction):
         self.score = LearntScore(model, score_clip, name="model")
 
     def scores(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Score]:
-        """Return the model's score of each chat, all scored together."""
+        """Return the model's score of each chat, as one batch."""
         return [self.score.clipped(score) for score in self.score.score_responses(responses)]

@@ -12,10 +12,9 @@ from envs.tasks.task import Message, Response, Reward, Row, Split, Task, rewards
 class Rewarded(Task):
     """A task whose reward is `task_weight` times its own plus the weighted `rewards`.
 
-    `rewards` by name; the unweighted score is the reward part of that name, math.nan if it does
-    not apply. Success is the task's; for a task without rewards it is a total above 0, and a
-    response without any applicable reward is dropped. Without `rewards` such a task rewards
-    nothing: 0.
+    `rewards` by name; the reward part of that name is the unweighted score, math.nan if it does not
+    apply. Success is the task's. For a task without rewards a total above 0 is a success, and a
+    response without any applicable reward is dropped; without `rewards` too, every reward is 0.
 
     >>> from envs.rewards import Function
     >>> from envs.tasks import SortDigits
@@ -101,11 +100,11 @@ class Rewarded(Task):
         return Reward(total, parts, success, errors, dropped or not applied)
 
     def _tell(self, name: str, error: Exception, row: Row) -> None:
-        """Raise an error that ends the run; warn of the first one that does not."""
+        """Raise the error if it ends the run, else warn of the first error of each function."""
         if isinstance(error, SetupError):
             raise ValueError(f"env.rewards.{name}: {error}") from error
         text = f"reward {name}: {type(error).__name__}: {error}"
-        notes = "; ".join(getattr(error, "__notes__", ()))  # from another process
+        notes = "; ".join(getattr(error, "__notes__", ()))  # added in another process
         if place := notes or error_location(error):
             text += f" ({place}{columns_hint(error, [row])})"
         action = self.functions[name].on_error

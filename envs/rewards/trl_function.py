@@ -1,6 +1,7 @@
 """Run reward functions written for TRL unchanged: on a batch, with keyword arguments.
 
-Left out on purpose: arguments of TRL's trainer (token ids, its state, its logs, environments).
+Not supported: arguments of TRL's trainer (token ids, its state, its logs, environments), because
+leash has no such trainer.
 """
 
 import inspect
@@ -21,16 +22,16 @@ from envs.rewards.functions import (
 )
 from envs.tasks.task import Response, Row, assistant
 
-HIDDEN = {"messages", "prompt", "prompts", "completion", "completions"}  # as columns
+HIDDEN = {"messages", "prompt", "prompts", "completion", "completions"}  # not passed as columns
 
 
 class TRLFunction(RewardFunction):
     """A function f(prompts, completions, **columns) for TRL's GRPOTrainer, plain or async.
 
-    It returns a number per response, None for responses that it does not judge. Prompts and
-    completions are texts if the data's prompts are, else lists of messages; `conversational`
-    overrides this. Columns are those of the data. A batch that fails is repeated response by
-    response unless on_error=raise; a result without a reward for each response ends the run.
+    It returns a number per response, or None where it does not apply. Prompts and completions are
+    texts if the data's prompts are texts, else lists of messages; `conversational` overrides this.
+    Columns come from the data. A batch that fails is repeated response by response unless
+    on_error=raise; a result without a reward for each response ends the run.
 
     >>> def short(completions, most, **kwargs):
     ...     return [len(c[0]["content"]) <= n if n else None for c, n in zip(completions, most)]
@@ -75,7 +76,7 @@ class TRLFunction(RewardFunction):
         ]
 
     def _arguments(self, rows: Sequence[Row], responses: Sequence[Response]) -> dict[str, Any]:
-        """Return the arguments of the function; SetupError if it needs more."""
+        """Return the arguments of the function; raise SetupError if it needs others."""
         pairs = list(zip(rows, responses, strict=True))
         prompts: list[Any] = [response.messages[:-1] or row["messages"] for row, response in pairs]
         completions: list[Any] = [[assistant(response.text)] for response in responses]

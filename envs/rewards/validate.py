@@ -13,8 +13,8 @@ from envs.tasks.task import Response, Task, assistant, rewards_anything
 def try_reward(task: Task) -> None:
     """Compute the reward of a response to a task's first row, before a model is loaded.
 
-    The response is the row's answer, or empty if that is not a text. Judges and reward models are
-    skipped; errors that on_error allows are warnings.
+    The response is the row's answer, or empty if the answer is not a text. Judges and reward models
+    are skipped; errors that on_error allows are warnings.
     """
     task = _only_tried(task)
     if not rewards_anything(task):
@@ -32,12 +32,12 @@ def try_reward(task: Task) -> None:
 
 
 def _only_tried(part: Any) -> Any:
-    """Return a task, and the tasks in it, without reward functions that are not `tried`."""
+    """Return a copy of a task, and of tasks in it, without the functions that are not `tried`."""
     if isinstance(part, dict):
         return {k: _only_tried(v) for k, v in part.items() if getattr(v, "tried", True)}
     if isinstance(part, Task):
         part = copy.copy(part)
-        within = vars(part).keys() & {"task", "tasks", "functions"}  # of Rewarded and Mix
+        within = vars(part).keys() & {"task", "tasks", "functions"}  # fields of Rewarded and Mix
         vars(part).update({name: _only_tried(getattr(part, name)) for name in within})
     return part
 

@@ -1,9 +1,9 @@
 """Run functions in worker processes, which are killed if they hang and replaced if they die.
 
 For trusted code that may be slow, hang in C or crash: a rank waits a bounded time. A worker is a
-fresh Python (no fork: safe with CUDA and threads) in a new session, so that its children die with
-it; it ends with its owner. Its output goes to stderr. Code of the policy runs in
-envs/tools/sandbox.py.
+fresh Python (not a fork, so that CUDA and threads are safe) in a new session, so that its children
+are killed with it; it ends with its owner. Its output goes to stderr. Code that the policy writes
+runs in envs/tools/sandbox.py.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             pass_fds=[far.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # keep its output out of ours
+            stdout=2,  # to stderr, not into the run's output
             start_new_session=True,
         )
         far.close()
@@ -165,7 +165,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def serve(pipe: int, owner: int) -> None:
-    """Run a worker: load the function, then answer calls until the pipe closes."""
+    """Run a worker: load the function, then execute calls until the pipe closes."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; only Linux has it
     if os.getppid() != owner:
@@ -187,7 +187,7 @@ def serve(pipe: int, owner: int) -> None:
                 value = as_error(fault)
                 value.add_note(error_location(fault))
             finally:
-                if os.getpid() != process:  # a child that the function forked would answer too
+                if os.getpid() != process:  # else a child that the function forked would reply too
                     os._exit(0)
             try:
                 connection.send(value)

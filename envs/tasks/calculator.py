@@ -2,7 +2,7 @@
 
 The tiny model cannot multiply; it must learn to call `multiply` without a typo and to copy the
 result, which is always right.
-The demonstrations call in half of the cases only, and with a typo in 30 % of those.
+Only half of the demonstrations call the tool, and 30 % of these calls have a typo.
 One in eight pairs of factors, in any order, is held out by a hash.
 """
 
@@ -14,7 +14,7 @@ from envs.tasks.task import Generated, Message, Response, Reward, Row, assistant
 QUESTION = "What is {} * {}?"
 FACTORS = range(32, 100)  # every product has four digits
 HELD_OUT = 8  # one pair of factors in 8
-CALLS, TYPOS = 0.5, 0.3  # shares: of the demonstrations, and of their calls
+CALLS, TYPOS = 0.5, 0.3  # share of the demonstrations, share of their calls
 
 
 class Calculator(Generated):

@@ -16,7 +16,7 @@ SORTED_DIGITS = Path(__file__).parent / "data" / "sorted_digits_preferences.json
 class DatasetTask(Task):
     """Rows of a file or of the hub, read by `envs.chat_rows.load_chats`.
 
-    A row has "messages" (the prompt), "response" (the data's message), "answer" (the right one),
+    A row has "messages" (the prompt), "response" (the data's message), "answer" (the right text),
     "index", "columns" (all cells by column name) and the additions of `prepare`. Override `reward`.
     `skip_bad_rows` leaves out rows that cannot be read, or that `prepare` refuses.
 
@@ -35,8 +35,8 @@ class DatasetTask(Task):
 
     packaged: str | None = None  # the default data file
     answers = True  # whether every row needs an answer
-    rejected = False  # whether every row needs a rejected response, too
-    chats_first = False  # whether whole chats are taken before an answer beside them
+    rejected = False  # whether every row also needs a rejected response
+    chats_first = False  # whether a column of whole chats has priority over an answer column
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class DatasetTask(Task):
         )
 
     def prepare(self, row: Row) -> Row:
-        """Return the row with additions for the reward; ValueError for a faulty row."""
+        """Return the row with additions for the reward; raise ValueError for a faulty row."""
         return row
 
     def rows(self, split: Split) -> Sequence[Row]:
@@ -72,7 +72,7 @@ class DatasetTask(Task):
         return self._rows[split]
 
     def demonstrations(self) -> Sequence[Row]:
-        """Return the train chats, with the response as last message; ValueError without one."""
+        """Return the train chats, ending with the response; raise ValueError without a response."""
         return map_rows(_demonstration, self._rows["train"])
 
 
@@ -87,9 +87,9 @@ def _demonstration(row: Row) -> Row:
 
 
 def right_answers(row: Row) -> list[str]:
-    """Return the right answers of a row, without thoughts and what stands before their marks.
+    """Return the right answers of a row, without thoughts and without the text before a mark.
 
-    ValueError for a row that has none which a text can equal: a call, unit tests, an empty text.
+    Raise ValueError if no text can equal the answer: a call, unit tests, an empty text.
     """
     answers = row.get("answers", [row["answer"]])
     finals = [extract_answer(answer)[0] for answer in answers]
@@ -121,15 +121,15 @@ class Prompts(DatasetTask):
     answers = False
 
     def demonstrations(self) -> Sequence[Row]:
-        """Refuse: there are no responses to imitate."""
+        """Raise NotImplementedError: there are no responses to imitate."""
         raise NotImplementedError("Prompts has no responses to imitate; use env=chats for SFT")
 
 
 class Chats(DatasetTask):
     """Full chats with a last message of the assistant, for SFT.
 
-    A response is right if its words are those of the data's; a row whose response calls a tool is
-    not judged.
+    A response is right if it has the same words as the data's. A row whose response calls a tool
+    gets no reward.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "chats.jsonl"
@@ -142,7 +142,7 @@ class Chats(DatasetTask):
     chats_first = True
 
     def reward(self, row: Row, response: Response) -> Reward:
-        """Return 1 for a response with the words of the data's, or its option, else 0."""
+        """Return 1 for a response with the words, or the option, of the data's response, else 0."""
         learnt = row.get("response", {})
         if learnt.get("tool_calls"):
             return Reward(total=0.0, parts={"exact": math.nan}, success=False, dropped=True)
@@ -158,8 +158,8 @@ class Chats(DatasetTask):
 class Preferences(DatasetTask):
     """Rows of a data set with a column "rejected" in addition to prompt and better response.
 
-    Pairs of equal responses are left out. The rest as in `DatasetTask`. The packaged
-    pairs: sorted digits, and wrong ones (unchanged, descending, two swapped, one replaced).
+    Pairs of equal responses are left out. Everything else as in `DatasetTask`. The packaged pairs
+    have sorted digits and wrong ones (unchanged, descending, two swapped, one replaced).
 
     >>> row = Preferences().preferences()[0]
     >>> sorted(row["chosen"]) == list(row["chosen"]), row["chosen"] != row["rejected"]

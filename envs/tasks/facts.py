@@ -1,10 +1,10 @@
-"""Short factual questions with one checkable answer; SmolLM2 knows about half.
+"""Short factual questions with one checkable answer; SmolLM2 answers about half greedily.
 
 The kinds are capitals, countries of cities, continents of countries, opposites and plurals
 (data/facts.json). The list has the subjects whose answer SmolLM2 completes with probability above
-0.3 after the form of the response ("The capital of X is"); two in five of each kind, drawn at
-random, are held out. A fact and its reverse (the capital of France, the country of Paris) are on
-one side: the form of the response carries over to eval, facts do not.
+0.3 after the start of a response ("The capital of X is"); two in five of each kind, drawn at
+random, are held out. A fact and its reverse (the capital of France, the country of Paris) are in
+the same split, so that evaluation tests the form of the response, not facts seen in training.
 A response is right if it names the answer, no other answer of the same kind, and ends by itself.
 """
 
@@ -28,7 +28,7 @@ LETTERS = str.maketrans(
 class Facts(Task):
     """Questions such as "What is the capital of France?".
 
-    A row has "kind", "subject" and "answers" (the names that count) beside its messages.
+    A row also has "kind", "subject" and "answers" (the names that are right).
 
     >>> task = Facts()
     >>> row = next(row for row in task.rows("train") if row["subject"] == "France")
@@ -49,7 +49,7 @@ class Facts(Task):
         return self._rows[split]
 
     def reward(self, row: Row, response: Response) -> Reward:
-        """Return 1 for a response that names the answer alone and ends by itself, else 0."""
+        """Return 1 for a response that names only the right answer and ends by itself, else 0."""
         answers = {plain_text(name) for name in row["answers"]}
         question = f" {plain_text(row['messages'][-1]['content'])} "
         named = set(self._names[row["kind"]].findall(plain_text(response.text)))
@@ -76,7 +76,7 @@ class Facts(Task):
 
 
 def plain_text(text: str) -> str:
-    """Return the words of a text without case, accents and punctuation, one space apart.
+    """Return the words of a text without case, accents and punctuation, with single spaces.
 
     >>> plain_text("Bras\\xedlia, N'Djamena!")
     'brasilia n djamena'
@@ -88,7 +88,7 @@ def plain_text(text: str) -> str:
 
 @cache
 def _load(path: Path) -> tuple[dict[str, list[Row]], dict[str, re.Pattern], dict[str, str]]:
-    """Return the rows of each split; by kind, the pattern of all answers and the response form."""
+    """Return the rows of each split, and per kind the pattern of all answers, the response form."""
     rows: dict[str, list[Row]] = {"train": [], "eval": []}
     names, forms = {}, {}
     for kind, data in _read(path).items():
@@ -106,7 +106,7 @@ def _load(path: Path) -> tuple[dict[str, list[Row]], dict[str, re.Pattern], dict
 
 
 def _read(path: Path) -> dict[str, dict]:
-    """Return the kinds of a facts file; ValueError for other data sets."""
+    """Return the kinds of a facts file; raise ValueError for other data sets."""
     with suppress(ValueError, AttributeError):
         kinds = json.loads(path.read_bytes())
         expected = {"question", "response", "train", "eval"}

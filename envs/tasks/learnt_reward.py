@@ -1,7 +1,7 @@
 """The task of env=learnt_reward: a reward model rewards responses, as in arXiv 2009.01325.
 
-Prompts come from a data set; its responses are the labels. The default are the packaged pairs of
-sorted digits, whose reward model `experiment=rm_tiny` trains.
+Prompts come from a data set; its responses are the labels. By default these are the packaged pairs
+of sorted digits, for which `experiment=rm_tiny` trains the reward model.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from envs.tasks.task import Response, Reward, Row, assistant
 
 
 class LearntReward(DatasetTask):
-    """Reward a response with its score minus that of the data's response, within +-`score_clip`.
+    """Reward a response by its score minus the data response's score, within +-`score_clip`.
 
     `reward_model` is the folder of a run of `experiment=rm_tiny`, or a folder or hub id of a
     ForSequenceClassification with one score and a chat template. It is loaded at the first
-    response; train.py resolves experiment:<name>. `relative=False` uses the score alone. A response
-    is right if its words are those of the data's response. The rest as in `DatasetTask`.
+    response; train.py resolves experiment:<name>. `relative=False` uses only the score. A response
+    is right if it has the words of the data's response. Everything else as in `DatasetTask`.
     """
 
     packaged = str(SORTED_DIGITS)
@@ -37,7 +37,7 @@ class LearntReward(DatasetTask):
         self.relative = relative
 
     def rewards(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Reward]:
-        """Return the reward of each response, all scored together."""
+        """Return the reward of each response, scored as one batch."""
         scores, labels = self.score.score_responses(responses), [0.0] * len(rows)
         if self.relative:
             chats = [[*row["messages"], assistant(row["answer"])] for row in rows]

@@ -16,9 +16,9 @@ from policies.optional_packages import EXTRAS
 class MathProblems(MathWords):
     """Problems with a formula as answer; the response marks it by \\boxed, <answer> or ####.
 
-    Answers are compared as numbers and plain LaTeX; with `symbolic`, unequal ones also by
-    math-verify, in a separate process for at most `timeout` seconds each. A formula that only
-    repeats one of the question earns nothing there. Rows and parts as in `MathWords`.
+    Answers are compared as numbers and plain LaTeX; with `symbolic`, unequal answers also by
+    math-verify, in a separate process for at most `timeout` seconds each, unless the answer only
+    repeats a formula of the question. Rows and parts as in `MathWords`.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "one.jsonl"
@@ -48,7 +48,7 @@ class MathProblems(MathWords):
         self._workers = Workers(LazyFunction(symbolic_check), timeout=timeout, processes=processes)
 
     def reward(self, row: Row, response: Response) -> Reward:
-        """Return 1 if the response's marked answer is the right one, else 0."""
+        """Return 1 if the response's marked answer is right, else 0."""
         return self.rewards([row], [response])[0]
 
     def rewards(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Reward]:
@@ -70,7 +70,7 @@ class MathProblems(MathWords):
 
 
 def _is_new(answer: str, row: Row) -> bool:
-    """Return whether an answer is more than a part of the question ("2+3" is no answer)."""
+    """Return whether an answer is not merely a part of the question ("2+3" does not answer it)."""
     bare = re.sub(r"\s", "", answer)
     return bool(bare) and bare not in re.sub(r"\s", "", row["messages"][-1]["content"])
 

@@ -1,8 +1,7 @@
 """Word problems with a number at the end, as in GSM8K (Cobbe et al. 2021, arXiv:2110.14168).
 
 The right answer is the data's solution after "####" (or in <answer> tags, or \\boxed), else all of
-it. Numbers are compared as exact fractions (envs/answers/numbers.py).
-Left out on purpose: symbolic equality. Answers that are no numbers must be the same text.
+it. Numbers are compared as exact fractions (envs/answers/numbers.py), other answers as texts.
 """
 
 import warnings
@@ -20,10 +19,10 @@ from envs.tasks.task import Response, Reward, Row
 class MathWords(DatasetTask):
     """Word problems from a data set, rewarded for the right final number.
 
-    `dataset` and the rest as in `envs.chat_rows.load_chats`; "finals" of a row: the right answers.
-    The parts: correct (the reward), format (the response marks its answer and ends by itself). Data
-    of which half or more of the answers neither hold a number nor mark a text are a ValueError, a
-    smaller share is a warning.
+    Arguments: see `envs.chat_rows.load_chats`. A row has "finals", its right answers. The parts are
+    correct (the reward) and format (the response marks its answer and ends by itself). Raise
+    ValueError if half or more of the data's answers neither contain a number nor mark a text; warn
+    if fewer do.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "two.jsonl"
@@ -54,7 +53,7 @@ class MathWords(DatasetTask):
         return {**row, "finals": right_answers(row)}
 
     def reward(self, row: Row, response: Response) -> Reward:
-        """Return 1 if the response's final answer is the right one, else 0."""
+        """Return 1 if the response's final answer is right, else 0."""
         answer, marked = extract_answer(response.text)
         correct = any(same_answer(answer, right) for right in row["finals"])
         parts = {"correct": float(correct), "format": float(marked and response.complete)}

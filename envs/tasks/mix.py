@@ -17,10 +17,10 @@ MOST_ROWS = 200_000
 class Mix(Task):
     """The rows of `tasks` (by name), each as often as its share of `weights` (default: equal).
 
-    Every stretch of train rows has these shares to within one row; `seed` orders the rows of a
-    task. `num_rows` (default: until every row of every task has occurred, at most 200,000) is an
-    epoch. Eval rows are those of all tasks, in turn. Each row has an additional "task"; reward
-    parts have the task's name in front, `sort_digits/exact`, and accuracy is logged by task.
+    Every span of train rows has these shares to within one row; `seed` orders the rows of a task.
+    An epoch has `num_rows` rows (default: until every row of every task has occurred, at most
+    200,000). Eval rows are the eval rows of all tasks, in turn. Each row also has "task". Reward
+    parts are prefixed by the task's name, `sort_digits/exact`, and accuracy is logged by task.
 
     >>> from envs.tasks import Facts, SortDigits
     >>> task = Mix({"digits": SortDigits(), "facts": Facts()}, weights={"digits": 3, "facts": 1})
@@ -66,7 +66,7 @@ class Mix(Task):
                 )
                 for i, reward in zip(mine, earned, strict=True):
                     prefixed = {f"{name}/{part}": value for part, value in reward.parts.items()}
-                    parts = dict.fromkeys(self._parts, math.nan) | prefixed  # others do not apply
+                    parts = dict.fromkeys(self._parts, math.nan) | prefixed  # others: NaN
                     out[i] = dataclasses.replace(reward, parts=parts)
         return out
 
@@ -79,7 +79,7 @@ class Mix(Task):
         return row["task"]
 
     def part_names(self) -> list[str]:
-        """Return the parts of all tasks, each with the task's name in front."""
+        """Return the parts of all tasks, each prefixed by the task's name."""
         return sorted(self._parts)
 
     @cached_property

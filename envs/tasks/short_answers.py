@@ -18,12 +18,12 @@ class Answers(DatasetTask):
     """Questions of a data set, rewarded for the right answer, which is any text or number.
 
     A response's answer is what it marks (`envs.answers.extraction.marked_answer`), else all of it
-    without thoughts. `match` compares it with the right answers, of which
-    one is enough; for options see `envs.answers.choices.chosen_letter`.
+    without thoughts. It is right if it matches one of the right answers by `match`; options are
+    compared by `envs.answers.choices.chosen_letter`.
     exact: the same characters. normalised: the same words, without case, punctuation and spacing; a
     number by its value. words: the response contains the right answer as whole words, even if it
-    lists every possible answer. fuzzy: a similarity of at least `threshold`, one typing error in
-    ten letters at 0.9; the part `similarity` is its value.
+    lists every possible answer. fuzzy: a similarity of at least `threshold` (0.9: one typing error
+    in ten letters), which is logged as the part `similarity`.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "two.jsonl"

@@ -1,7 +1,7 @@
 """Sort the digits of a short number: a synthetic task for the tiny model.
 
 Three of four demonstrations are wrong on purpose (descending, or unchanged), so that SFT teaches
-the format and leaves the order to reinforcement learning.
+only the format, and RL the order.
 One in eight multisets of digits is held out by a hash: no train row has the digits of an eval row
 in any order.
 """

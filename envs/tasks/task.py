@@ -57,7 +57,7 @@ class Task:
     rewarded = True  # False: every reward is 0, so evaluations show no accuracy
 
     def rows(self, split: Split) -> Sequence[Row]:
-        """Return the rows of a split; train and eval share none."""
+        """Return the rows of a split; train and eval must have no row in common."""
         raise NotImplementedError(f"{type(self).__name__} has no rows: override rows(split)")
 
     def reward(self, row: Row, response: Response) -> Reward | float:
@@ -116,7 +116,7 @@ def assistant(content: str) -> Message:
 
 @contextmanager
 def naming(row: Row) -> Iterator[None]:
-    """Name the row in a ValueError that its chat raises."""
+    """Add the row's index to a ValueError that its chat raises in the block."""
     try:
         yield
     except ValueError as error:
@@ -132,7 +132,7 @@ def rewards_anything(task: Task) -> bool:
 
 
 class Generated(Task):
-    """The base of tasks with generated rows; override `sample_rows`, and `play` if needed.
+    """Base of tasks with generated rows; override `sample_rows`, and `play` if needed.
 
     `num_rows` train rows are a function of `seed`; the eval rows do not depend on it.
     """

@@ -1,8 +1,8 @@
 """Execute the tool calls of responses. Each result is a message of role "tool".
 
-The message has the tool's name and the id of the call. What goes wrong (an unknown tool, wrong
-arguments, an error, a time-out, a call that cannot be read) is a result too: the policy reads it,
-and the chat goes on.
+The message has the tool's name and the id of the call. A failure (an unknown tool, wrong arguments,
+an error, a time-out, a call that cannot be read) does not end the chat: the policy gets the error
+as the result.
 """
 
 import re
@@ -22,11 +22,11 @@ METRICS = ("tools/calls", "tools/failures", "tools/seconds")  # docs/metrics.md
 
 
 class CallTools(ToolTransformBase):
-    """Execute the calls of a response by `tools`, at most `max_calls` a turn.
+    """Execute the calls of a response by `tools`, at most `max_calls` per turn.
 
-    Plain functions run one call after the other, chat by chat; an object with `at_once` runs that
-    many calls together, an async function 32. All of them run in one process; a call ends after
-    `tool_timeout` seconds, with the process if it does not stop (envs/tools/process.py).
+    Plain functions run one call after the other, chat by chat. An object with an attribute
+    `at_once` runs that many calls at a time, an async function 32. All run in one process; a call
+    ends after `tool_timeout` seconds, by killing the process if needed (envs/tools/process.py).
     Writes under ("next", "logged") the calls, failed calls and seconds of the turn, each [B].
     """
 
@@ -67,7 +67,7 @@ class CallTools(ToolTransformBase):
 
     def _process_batch(self, contents: dict[int, str]) -> dict[int, Any]:
         schemas = [tool.schema for tool in self.tools.values()]
-        most = 1 if self.read.single else None  # a template of one call takes one result
+        most = 1 if self.read.single else None  # some templates take only one result
         calls = {row: self.read(text, schemas)[:most] for row, text in contents.items()}
         flat = [(c, self._fault(n, c)) for turn in calls.values() for n, c in enumerate(turn)]
         sent = [(c.name, c.arguments) for c, fault in flat if not fault]
@@ -91,7 +91,7 @@ class CallTools(ToolTransformBase):
         return results
 
     def _fault(self, place: int, call: Call) -> str:
-        """Return why a call, the `place`-th of its turn, is not made, or ""."""
+        """Return why a call, the `place`-th of its turn, is not executed, or ""."""
         tool = self.tools.get(call.name)
         if call.fault:
             return f"this call cannot be read: {call.fault}"

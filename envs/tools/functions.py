@@ -12,8 +12,8 @@ from transformers.utils.chat_template_utils import get_json_schema
 from envs.rewards.functions import is_async
 from envs.rewards.workers import LazyFunction
 
-AT_ONCE = 32  # calls of an async function
-TYPES: dict[str, tuple[type, ...]] = {  # of JSON, with those of Python
+AT_ONCE = 32  # concurrent calls of an async function
+TYPES: dict[str, tuple[type, ...]] = {  # JSON type -> Python types
     "integer": (int,),
     "number": (int, float),
     "string": (str,),
@@ -29,7 +29,7 @@ class TypedTool:
     """A function, or an object with a typed `__call__`, under a name, with its JSON schema.
 
     The template shows the schema to the model. `fixed` are arguments that the configuration sets
-    and the model does not see. `maker` makes the object again, in another process.
+    and the model does not see. `maker` builds the object in another process.
     """
 
     name: str
@@ -40,7 +40,7 @@ class TypedTool:
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], **fixed: Any) -> "TypedTool":
-        r"""Return the tool of a function; ValueError if it lacks a type or a description.
+        r"""Return the tool of a function; raise ValueError if it lacks a type or a description.
 
         >>> from envs.tasks import multiply
         >>> tool = TypedTool.of("multiply", multiply, b=2)
@@ -70,17 +70,17 @@ class TypedTool:
 
     @property
     def at_once(self) -> int:
-        """Return how many calls run together; 0: one after the other, also those of other tools."""
+        """Return how many calls run at a time; 0: no other call runs at the same time."""
         return getattr(self.function, "at_once", AT_ONCE if is_async(self.function) else 0)
 
     @property
     def portable(self) -> Any:
-        """Return what makes the function in another process, its `fixed` arguments given."""
+        """Return a picklable maker of the function with its `fixed` arguments."""
         function = LazyFunction(self.maker) if self.maker else self.function
         return partial(function, **self.fixed) if self.fixed else function
 
     def fault(self, arguments: Mapping[str, Any]) -> str:
-        """Return why a call cannot have these arguments, or ""."""
+        """Return why these arguments are wrong, or ""."""
         parameters = self.schema["function"]["parameters"]
         properties = parameters["properties"]
         missing = [name for name in parameters["required"] if name not in arguments]

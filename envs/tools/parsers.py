@@ -1,7 +1,7 @@
 """Parse tool calls that no chat template writes: XML blocks, or one JSON object.
 
-envs/tools/reading.py reads those of a chat template; TorchRL's tools and the adapter of verifiers
-take these parsers, under TorchRL's names.
+envs/tools/reading.py reads calls that a chat template writes. TorchRL's tools and the adapter of
+verifiers use these parsers, under TorchRL's names.
 A parser is any function of a response that returns {"text", "calls", "meta"}: the response without
 its calls, `ToolCall`s in order, and their count.
 """
@@ -74,7 +74,7 @@ class XMLBlockParser(PatternParser):
 class JSONCallParser:
     """Read {"message": "...", "tools": [{"tool": "...", "args": {...}, "tag": "..."}]}.
 
-    The response is that object, possibly in a ```json block, or a dict; any other text has no
+    The response is this object, possibly in a ```json block, or a dict; any other text has no
     calls.
 
     >>> response = '{"message": "Hm.", "tools": [{"tool": "add", "args": {"a": 1}}]}'

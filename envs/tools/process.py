@@ -1,4 +1,4 @@
-"""Execute tool calls in a process of their own, which ends with a call that does not end in time.
+"""Execute tool calls in a separate process, which is killed if a call does not end in time.
 
 The process loads no torch.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from envs.rewards.functions import is_async
 from envs.rewards.workers import Workers
 
-GRACE = 1.0  # seconds for a call to be cancelled, before its process is ended
+GRACE = 1.0  # seconds that a call has to stop before its process is killed
 Request = tuple[str, Mapping[str, Any]]  # name and arguments of a call
 
 
@@ -35,9 +35,9 @@ class Outcome:
 class ToolProcess:
     """Execute calls of `functions`, by name, in one process, which keeps their state.
 
-    Plain functions run one call after the other; those in `at_once` that many together. A call ends
-    after `timeout` seconds. If it cannot be cancelled, the process is killed: the calls that run
-    together with it fail too, and the next call starts another process.
+    Plain functions run one call after the other; `at_once` maps other names to the number of calls
+    that run at a time. A call ends after `timeout` seconds. If it cannot be cancelled, the process
+    is killed: calls that run at the same time fail too, and the next call starts another process.
 
     >>> import operator
     >>> tools = ToolProcess({"add": operator.add, "int": int}, at_once={}, timeout=5)
@@ -52,7 +52,7 @@ class ToolProcess:
         self._worker = Workers(Tools(functions, at_once, timeout), timeout=timeout, processes=1)
 
     def outcomes(self, requests: Sequence[Request]) -> list[Outcome]:
-        """Return the outcome of each call; those that run together come first."""
+        """Return the outcome of each call; run the concurrent calls first."""
         counts = Counter(name for name, _ in requests if name in self.at_once)
         rounds = [math.ceil(count / self.at_once[name]) for name, count in counts.items()]
         late = max(rounds, default=0) * (self.timeout + GRACE)
@@ -64,7 +64,7 @@ class ToolProcess:
         ]
 
     def _send(self, requests: list[Request], timeout: float) -> list[Outcome]:
-        """Return the outcomes of requests; they have failed if no answer comes in time."""
+        """Return the outcomes of requests; all fail if the process does not reply in time."""
         begun = time.perf_counter()
         (answer,) = self._worker.map([(requests,)], timeout=timeout)
         if isinstance(answer, Exception):
@@ -78,7 +78,7 @@ class ToolProcess:
 
 
 class Tools:
-    """The functions inside of the process."""
+    """The functions, inside the process."""
 
     def __init__(
         self, functions: Mapping[str, Any], at_once: Mapping[str, int], timeout: float
@@ -89,7 +89,7 @@ class Tools:
         return f"env.tools ({', '.join(self.functions)})"  # for the error of a process
 
     def __call__(self, requests: list[Request]) -> tuple[list[Outcome], bool]:
-        """Return the outcomes of calls that run together, and whether all of them have ended."""
+        """Return the outcomes of concurrent calls, and whether all calls have ended."""
         work = [partial(self.functions[name], **arguments) for name, arguments in requests]
         if requests[0][0] not in self.at_once:
             return [_outcome(each) for each in work], True
@@ -128,7 +128,7 @@ def _outcome(work: Callable[[], Any]) -> Outcome:
     begun = time.perf_counter()
     try:
         text, failed = as_text(work()), False
-    except BaseException as error:  # also SystemExit and KeyboardInterrupt of a user's code
+    except BaseException as error:  # user code may raise SystemExit or KeyboardInterrupt
         text, failed = describe(error), True
     return Outcome(text, failed, time.perf_counter() - begun)
 
@@ -146,12 +146,12 @@ def describe(error: BaseException) -> str:
     """Return an error as a result that the policy reads."""
     try:
         return f"Error: {type(error).__name__}: {error}"
-    except Exception:  # of its own __str__
+    except Exception:  # raised by the error's __str__
         return f"Error: {type(error).__name__}"
 
 
 def as_text(value: Any) -> str:
-    """Return a tool's result as text: JSON unless it is a text; arrays of numpy are lists."""
+    """Return a tool's result as text: JSON unless it is a text; numpy arrays become lists."""
 
     def known(part: Any) -> Any:
         return part.tolist() if hasattr(part, "tolist") else str(part)

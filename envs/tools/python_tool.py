@@ -9,14 +9,14 @@ from envs.tools.sandbox import Sandbox
 class PythonTool:
     """Run Python code and return what it prints.
 
-    A tool of `env.tools` or, as python(code), of a `ToolRegistry`. Each call runs in a separate
-    process with the `limits` of `Sandbox` (timeout, memory, file_size, processes, max_output); code
-    that fails is a RuntimeError with its output.
+    Use it in `env.tools` or, as python(code), in a `ToolRegistry`. Each call runs in a separate
+    process with the `limits` of `Sandbox` (timeout, memory, file_size, processes, max_output).
+    Raise RuntimeError with the output if the code fails.
     """
 
     name = "python"
     schema_in = {"code": str}  # noqa: RUF012
-    at_once = os.cpu_count() or 1  # calls
+    at_once = os.cpu_count() or 1  # concurrent calls
 
     def __init__(self, **limits: Any) -> None:
         self.sandbox = Sandbox(**limits)

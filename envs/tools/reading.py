@@ -1,8 +1,8 @@
 """Read the tool calls of a response in the format of the model's chat template.
 
-The format is found, not configured: a chat with made-up calls is rendered, and the first response
-template that reads these calls back is taken: the tokenizer's own, or one of formats.yaml.
-Left out on purpose: formats that write calls as Python code.
+To find the format, leash renders a chat with made-up calls and tries response templates until one
+reads the calls back: first the tokenizer's, then formats.yaml. Not supported: formats that write
+calls as Python code, because response templates cannot parse it.
 """
 
 import json
@@ -19,7 +19,7 @@ from policies.chats.jinja_template import bounded
 from policies.chats.renderer import Renderer
 from policies.chats.tool_calls import make_call
 
-# Of responses that are not well formed.
+# Errors for responses that are not well formed.
 ERRORS = (ValueError, KeyError, TypeError, RecursionError, TimeoutError)
 ARGUMENTS = {"text": 'say "7"\nor so', "number": 7}
 SCHEMA = {
@@ -41,7 +41,7 @@ SCHEMA = {
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a response; `fault` says why it cannot be read. `id` is the model's own, or ""."""
+    """A call of a response. `fault`: why it cannot be read. `id`: the id in the response, or ""."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -52,9 +52,9 @@ class Call:
 class CallReader:
     """Read the calls of responses by the chat template of a renderer.
 
-    `template` is the response template. `single` is True if the chat template writes one call of a
-    response at most, and so one result. ValueError if it writes no tools, or calls that no response
-    template reads.
+    `template` is the response template. `single`: the chat template writes at most one call of a
+    response, and so one result. Raise ValueError if the chat template writes no tools, or writes
+    calls that no response template reads.
     """
 
     def __init__(self, renderer: Renderer) -> None:
@@ -86,16 +86,16 @@ class CallReader:
                 f"{', '.join(formats())}>, or response_template in tokenizer_config.json"
             )
         self.single = True
-        with suppress(ValueError):  # templates of one call per response
+        with suppress(ValueError):  # some templates take one call per response
             self.single = not self._reads_back(2, written(2))
 
     def _reads_back(self, count: int, text: str) -> bool:
-        """Return whether the response template reads `count` made-up calls in their text."""
+        """Return whether the response template reads `count` made-up calls back from `text`."""
         calls = [(call.name, call.arguments) for call in self._read(text, "", [SCHEMA])]
         return calls == [("try_it", ARGUMENTS)] * count
 
     def __call__(self, response: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
-        """Return the calls of a response in order; where some cannot be read, these alone.
+        """Return the calls of a response in order, or only the unreadable ones if there are any.
 
         The schemas of `tools` decide the types of arguments that a format writes as plain text.
         """
@@ -103,14 +103,14 @@ class CallReader:
 
     def _read(self, response: str, start: str, tools: Sequence[dict[str, Any]]) -> list[Call]:
         try:
-            with bounded():  # some patterns take the square of a response's length
+            with bounded():  # some patterns take quadratic time
                 message = self._renderer.tokenizer.parse_response(
                     response, self.template, prefix=start, tools=list(tools)
                 )
         except ERRORS as error:
             return [Call(fault=f"{type(error).__name__}: {error}")]
         broken = [Call(fault=f"got {text!r:.200}") for text in message.get("broken", [])]
-        # Their place among the others is not known, and results stand in the order of the calls.
+        # Results are in the order of the calls, and the place of unreadable calls is unknown.
         return broken or list(map(_call, _flat(message.get("tool_calls", []))))
 
 

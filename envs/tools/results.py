@@ -14,21 +14,21 @@ from tensordict import TensorDictBase
 from envs.chat_env import change_chats, read_history
 from envs.transforms.transform import Transform
 
-LONGEST = 4000  # characters of a result that the policy sees
+LONGEST = 4000  # characters of a result that the policy gets
 Results = Sequence[str | dict[str, Any]] | None  # texts, or messages without a role
 
 
 class ToolTransformBase(Transform):
     """Append the results of a response's tools to the next prompt, one message per result.
 
-    Subclasses implement `_process_batch_item(content, index)`: the results of a response, None or
-    [] without calls. A chat with calls continues without reward, even if its task had ended it, and
-    without the task's next messages; a chat at a limit makes no calls. Needs a ChatEnv in history
-    mode (RuntimeError).
+    Subclasses implement `_process_batch_item(content, index)`, which returns the results of a
+    response, None or [] without calls. A chat with calls continues, even if its task had ended it,
+    without reward and without the task's next messages. In a chat at a limit no call is executed.
+    Raise RuntimeError unless the environment is a ChatEnv in history mode.
     """
 
     tool_role = "tool"
-    chats: Sequence[list[dict[str, Any]]] = ()  # of this step, the responses last
+    chats: Sequence[list[dict[str, Any]]] = ()  # chats of this step, each ends with its response
 
     def _process_batch_item(self, content: str, index: int) -> Results:
         raise NotImplementedError(f"{type(self).__name__} has no _process_batch_item")

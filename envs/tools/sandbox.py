@@ -1,14 +1,14 @@
 """Run Python code in a fresh, limited process with a time-out.
 
 The code cannot outlive its run, read the environment, stdin or packages, exceed its limits of
-memory, processes, file size and output, or keep files (its folder is removed).
-With bubblewrap (`bwrap`) it sees a read-only system, a private /tmp and /proc, no home and no
-network. Without it the code may use the network and its user's files. Its processes, also those in
-sessions of their own, are found by a mark and killed; only code that takes aim at the mark, or
-forks faster than it is found, leaves some. Root's code runs as a new user in each call; any other
-user's code runs as that user, whose processes all count towards the limit, and could kill them.
-Left out on purpose: state between runs. Against a determined attacker use a container or a virtual
-machine.
+memory, processes, file size and output, or keep files: its folder is removed after each run.
+With bubblewrap (`bwrap`) it has a read-only system, a private /tmp and /proc, no home and no
+network. Without it the code may use the network and its user's files. All its processes, also in
+new sessions, inherit a mark in an unused limit (RLIMIT_RSS), by which they are found and killed;
+only code that changes the mark, or forks faster than it is found, leaves some. If root starts the
+run, each call runs as a new user. Otherwise the code runs as the run's user: all processes of this
+user count towards the limit, and the code could kill them. Against a determined attacker use a
+container or a virtual machine.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 NOBODY = 65534
-FIRST_USER = 1 << 30  # of the users for root's code; bubblewrap takes none from 1 << 31
-SLOTS = 1 << 8  # users of one process: times the 1 << 22 process ids they end there
+FIRST_USER = 1 << 30  # first user id for root's code; bubblewrap takes ids below 1 << 31
+SLOTS = 1 << 8  # user ids per process; times 1 << 22 process ids they end at 1 << 31
 _slots = itertools.count()
 FLAGS = ("-I", "-S", "-u", "-X", "utf8", "-c")
 BOOT = """
@@ -166,7 +166,7 @@ def bubblewrap() -> tuple[str, ...]:
 
 @cache
 def interpreter() -> str:
-    """Return the Python that runs the code; RuntimeError if its user cannot read one."""
+    """Return the Python that runs the code; raise RuntimeError if its user cannot read one."""
     current = os.path.realpath(sys.executable)
     for python in (current, "/usr/bin/python3", "/usr/local/bin/python3"):
         if _works([python, *FLAGS, "import socket"], _user()):
@@ -175,7 +175,7 @@ def interpreter() -> str:
 
 
 def _kill_marked(mark: int) -> None:
-    """Kill the processes with this mark, until there is no other one."""
+    """Kill the processes with this mark, until none is left."""
     killed = set[int]()
     while left := _marked(mark) - killed:
         for number in left:
@@ -201,9 +201,9 @@ def _works(words: list[str], user: dict[str, Any]) -> bool:
 
 
 def _user() -> dict[str, Any]:
-    """Return the user of the code if this process is root: one that no other call has.
+    """Return the user of the code if this process is root: a user that no other call has.
 
-    So calls share no limit on processes. It is nobody in a container that has few users.
+    So calls do not share a limit on processes. In a container with few users it is nobody.
     """
     if os.geteuid():
         return {}

@@ -1,8 +1,8 @@
 """TorchRL's ChatEnv and DatasetChatEnv: chats as messages, texts or ids, with or without a task.
 
-Without a task the env only keeps the conversation, and transforms (rewards, tools, step limits) do
-the rest. `DatasetChatEnv` takes its prompts from a data set.
-Left out on purpose: data loading in a Ray actor, and primers (reset keys come from the rows).
+Without a task the env only appends messages; rewards, tools and limits must come from transforms.
+`DatasetChatEnv` takes its prompts from a data set, which it reads in this process, without a Ray
+actor. Not supported: primers, because reset keys come from the rows.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class ChatEnv(EnvBase, chat_env.ChatEnv):
     """A single- or multi-turn chat, with or without a task.
 
     Keys as in envs/chat_env.py. `reset` also reads `data_key` [P] (texts, lists of messages or
-    histories) and writes, in tokens and text mode, `tokens.prompt`, in text mode `text.prompt`;
-    there `step` reads the response from `tokens.full` or `text.full` [B].
+    histories). In tokens and text mode it writes `tokens.prompt`, in text mode also `text.prompt`,
+    and `step` reads the response from `tokens.full` or `text.full` [B].
 
-    `batch_size`: each reset has (B,) chats, with None any number; an unbatched query is repeated.
-    `max_turns`: None is 1 with a task, and no limit without a task.
+    `batch_size`: (B,) is the number of chats of a reset, None any number; an unbatched query is
+    repeated. `max_turns`: None means 1 with a task, and no limit without a task.
     `template_kwargs`: chat_template or chat_template_name, for the text and tokens modes.
-    `with_tokenizer=True` returns the env with an `IncrementalTokenizer`.
+    `with_tokenizer=True` returns a TransformedEnv of the env with an `IncrementalTokenizer`.
 
     >>> env = ChatEnv(batch_size=(1,), system_prompt="Be brief.")
     >>> td = env.reset(TensorDict({"query": "Hello?"}, batch_size=(1,)))
@@ -94,7 +94,7 @@ class ChatEnv(EnvBase, chat_env.ChatEnv):
         self.renderer = None
         if tokenizer is not None or template_kwargs or input_mode != "history":
             self.renderer = make_renderer(tokenizer, template_kwargs, input_mode)
-        self._carried: list[str] = []  # entries of the last reset, copied from turn to turn
+        self._carried: list[str] = []  # entries of the last reset that are copied to each turn
 
     @classmethod
     def with_tokenizer(cls, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ class ChatEnv(EnvBase, chat_env.ChatEnv):
         before: Sequence[list[dict]] = (),
         after: Sequence[list[dict]] = (),
     ) -> TensorDictBase:
-        """Return td with the prompts of its next turn, also as texts and ids in those modes.
+        """Return td with the prompts of its next turn, as the input mode needs them.
 
         action: the td of the step, with the sampled ids of the chats `before`, to which the step
         added messages.
@@ -209,7 +209,7 @@ class DatasetChatEnv(TransformedEnv):
     `split`: default "train", ignored for a file. `shuffle`: a new order in each epoch, which
     depends only on `seed`. `collate_fn` turns lists of `batch_size_dl` rows (dicts) into rows, a
     dict of columns or a TensorDict; the default renames the column "text" to "query". `data_key`:
-    column of prompts: texts, lists of messages or histories. The td keeps the other columns.
+    column of prompts: texts, lists of messages or histories. Other columns are copied to the td.
 
     A reset returns `num_envs` chats, each prompt `repeats` times in a row, so `num_envs` must be a
     multiple of `repeats`. With `group_repeats` a reset returns num_envs * repeats chats.
@@ -378,7 +378,7 @@ def _stacked(values: list[Any]) -> Any:
 
 
 def _batch_size(batch_size: int | Sequence[int] | None, group_size: int) -> torch.Size:
-    """Return the batch size, [-1] if None; ValueError unless it is (multiple of group_size,)."""
+    """Return the batch size, [-1] if None; raise ValueError unless group_size divides it."""
     if batch_size is None:
         return torch.Size([-1])
     size = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)

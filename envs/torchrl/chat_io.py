@@ -1,9 +1,9 @@
 """Write prompts and read responses of an env as messages, text or tokens.
 
 Messages are authoritative in every input mode; texts and ids accompany them. Generation uses ids in
-which only the template opens or closes a turn. A text cannot tell the template's markup from that
-of a content, so text mode stores ids as well.
-Left out on purpose: responses that call tools in separate fields (tool_calls).
+which only the template opens or closes a turn. In a text the template's markup and a content's
+markup look alike, so text mode stores ids as well. Responses have no field tool_calls: calls stay
+in the content, where TorchRL's parsers read them.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _container(mode: str, field: str, shape: torch.Size) -> Composite:
 def make_renderer(tokenizer: Any, template_kwargs: dict[str, Any] | None, mode: str) -> Any:
     """Return a renderer of the template in template_kwargs, else the tokenizer's.
 
-    None without a tokenizer, which the text and tokens modes need.
+    Return None without a tokenizer; the text and tokens modes raise RuntimeError then.
     """
     kwargs = dict(template_kwargs or {})
     name = kwargs.pop("chat_template_name", None)
@@ -183,7 +183,7 @@ def full_ids(td: TensorDictBase, owner: tuple[str, ...] = ("tokens",)) -> list[T
 
 
 def read_token_responses(td: TensorDictBase, renderer: Renderer) -> list[ParsedResponse]:
-    """Decode the ids of each response; its end-of-turn token marks it complete."""
+    """Decode the ids of each response; a response with an end-of-turn token is complete."""
     sampled = rows(td, ("masks", "all_response_mask"))
     if sampled is None:
         responses = _after_prompt(td)
@@ -211,7 +211,7 @@ def _after_prompt(td: TensorDictBase) -> list[Tensor]:
 
 
 def read_text_responses(td: TensorDictBase, renderer: Renderer) -> list[ParsedResponse]:
-    """Return the part of text.full after text.prompt; an end-of-turn token marks it complete."""
+    """Return text.full after text.prompt; a response with an end-of-turn token is complete."""
     prompts, texts = _texts(td, "prompt"), _texts(td, "full")
     if texts is None or prompts is None:
         raise ValueError("step expected text.prompt and text.full, found none")

@@ -1,6 +1,6 @@
 """TorchRL's environments: specs, a check of them, random actions, rollouts and collectors.
 
-The environments of a run (envs/env.py) play; these classes also describe themselves.
+The environments of a run (envs/env.py) only reset and step; these classes add the rest.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class EnvBase(plain.Env):
         """Act and step until an episode of the batch is done; return a lazy stack [B, N].
 
         The default policy is `rand_action`. `tensordict` is the input of reset; with
-        auto_reset=False it is the first state. break_when_any_done=False is a ValueError.
+        auto_reset=False it is the first state. Raise ValueError for break_when_any_done=False.
         """
         if max_steps < 1 or not break_when_any_done:
             raise ValueError(
@@ -132,7 +132,7 @@ def check_env_specs(
     *,
     data: TensorDictBase | None = None,
 ) -> None:
-    """Reset and step once; a ValueError names the first key that does not fit its spec.
+    """Reset and step once; raise ValueError with the first key that does not fit its spec.
 
     The default of `policy` is `env.rand_action`. `data` is the input of reset, by default an
     example of `full_state_spec` (None if the spec is empty).

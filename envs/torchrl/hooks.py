@@ -1,4 +1,4 @@
-"""What TorchRL's transforms have beyond those of a run: spec hooks, a collector, Ray versions."""
+"""Parts of TorchRL's transforms that no run needs: spec hooks, a collector, Ray versions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def apply_hook(transform: Any, hook: str, spec: Composite) -> Composite:
 def default_hook(transform: Any, hook: str, spec: Composite) -> Composite:
     """Return a spec after the hooks of a Compose's parts, or of the kinds that `hook` stands for.
 
-    The hook of outputs stands for observation, reward and done, that of inputs for action and
-    state; the others keep the spec.
+    The hook of outputs stands for observation, reward and done, the hook of inputs for action and
+    state; other hooks return the spec unchanged.
     """
     if isinstance(transform, Compose):
         for part in transform:
@@ -45,7 +45,7 @@ def _hook(name: str) -> Any:
 class SpecHooks(Transform):
     """Declare a transform's changes of an environment's specs.
 
-    Each hook may change its argument and returns it; a subclass overrides those of its entries.
+    Each hook may change its argument and returns it; a subclass overrides hooks for its entries.
     """
 
     transform_output_spec = _hook("transform_output_spec")

@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 
 class KLComputation(SpecHooks, dense.KLComputation):
-    """Write kl_key = gen - ref per token, and charge coeff * kl_penalty to the reward.
+    """Write kl_key = gen - ref per token, and subtract coeff * kl_penalty from the reward.
 
     Reads log-probs from "next", else from the root. A row is 0 outside `masks.all_response_mask`
-    and `masks.all_assistant_mask` if either model has no log-prob there. A reward [B, T, 1] is
-    charged per token; in later turns of an env only the response is, because earlier tokens were
-    charged before. A reward per row, [B, 1] or [B, 1, 1], first moves to the last token of the
-    response (else of the assistant, else of the row); a missing reward is skipped. `padding_side`
-    is the side on which a dense reward is padded if log-probs are ragged. Missing log-probs and
-    different shapes are ValueErrors.
+    and `masks.all_assistant_mask` if either model has no log-prob there. The penalty is subtracted
+    from each token of a reward [B, T, 1]; in later turns of an env only from the response, because
+    earlier tokens already have it. A reward per row, [B, 1] or [B, 1, 1], first moves to the last
+    token of the response (else of the assistant, else of the row); a missing reward is skipped.
+    `padding_side`: side on which a dense reward is padded if log-probs are ragged. Raise ValueError
+    for missing log-probs and different shapes.
 
     >>> from tensordict import TensorDict
     >>> td = TensorDict({("log_probs", "full"): torch.tensor([[-1.0, -2.0]]),
@@ -104,7 +104,7 @@ class KLComputation(SpecHooks, dense.KLComputation):
             turn = tensordict.get("turn", None)
             if turn is not None and get_values(RESPONSE, tensordict, next_td) is not None:
                 first = turn.reshape(-1, 1).to(kl.device) == 0  # [B, 1]
-                kl = kl.where(keep | first, 0.0)  # earlier turns are already charged
+                kl = kl.where(keep | first, 0.0)  # earlier turns already have the penalty
             set_values(next_td, "reward", charge(reward, kl, keep, edge, coeff=self.coeff))
         return next_td
 
@@ -127,11 +127,10 @@ class RetrieveKL(Shareable, SpecHooks, dense.RetrieveKL):
 
     A `gen_model` (or its factory) scores the generator. "from_collector" uses the generation
     log-probs in the td (next, else root); without them a scoring version of the collector's policy
-    scores, which reads at `history_key`. Writes the two
-    log-prob keys, `kl_key` and, with `add_to_reward`, "reward" into next. Both models need
-    generate=False, equal pad_output and different log_probs_key. Other arguments are those of
-    `RetrieveLogProb` and `KLComputation`. `use_ray_service=True`, with `actor_name`, `num_cpus` and
-    `num_gpus`, returns a `RayRetrieveKL`.
+    scores, which reads at `history_key`. Writes the two log-prob keys, `kl_key` and, with
+    `add_to_reward`, "reward" into next. Both models need generate=False, equal pad_output and
+    different log_probs_key. Other arguments: see `RetrieveLogProb` and `KLComputation`.
+    `use_ray_service=True`, with `actor_name`, `num_cpus` and `num_gpus`, returns a `RayRetrieveKL`.
     """
 
     def __init__(
@@ -238,7 +237,7 @@ class RetrieveKL(Shareable, SpecHooks, dense.RetrieveKL):
         return self._scorer_of(policy)
 
     def _collector_policy(self) -> Any:
-        """Return the policy of the environment's collector; ValueError without one."""
+        """Return the policy of the environment's collector; raise ValueError without one."""
         for name in ("container", "collector"):
             if getattr(self, name) is None:
                 raise ValueError(
@@ -249,7 +248,7 @@ class RetrieveKL(Shareable, SpecHooks, dense.RetrieveKL):
 
 
 def _check_shapes(gen: Values, other: Values, label: str) -> None:
-    """Raise unless the rows of two values have equal shapes."""
+    """Raise ValueError unless the rows of two values have equal shapes."""
     if len(gen) != len(other):
         raise ValueError(f"Batch size mismatch: {len(gen)} rows of log-probs, {len(other)} {label}")
     for i, (one, two) in enumerate(zip(gen, other, strict=True)):
@@ -263,7 +262,7 @@ def _check_shapes(gen: Values, other: Values, label: str) -> None:
 def charge(
     reward: Values, kl: Tensor, keep: Tensor, edge: Border, *, coeff: float | Tensor
 ) -> Values:
-    """Return the reward with the KL charged, [B, T, 1], ragged if the KL is; kl, keep [B, T].
+    """Return reward - coeff * kl, [B, T, 1], ragged if the KL is; kl, keep [B, T].
 
     A dense reward, one number per token, stays dense.
     """

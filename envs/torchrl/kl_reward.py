@@ -1,8 +1,8 @@
 """TorchRL's older KL reward, for existing code; `RetrieveKL` replaces it.
 
 `RetrieveLogProb` scores and `KLComputation` computes the KL; this file adds the older names, masks
-and shapes: kl_penalty and ref_log_prob are [B, T, 1] like the reward.
-Left out on purpose: histories and texts; the reference reads token ids.
+and shapes: kl_penalty and ref_log_prob are [B, T, 1] like the reward. The reference reads only
+token ids.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from policies.torchrl.wrapper import LLMWrapperBase
 
 PROMPT = ("tokens", "prompt")
-REF = ("ref_log_probs", "full")  # in the working copy of the td
+REF = ("ref_log_probs", "full")  # key in the working copy of the td
 
 
 class _TokenScorer(RetrieveLogProb):
@@ -44,19 +44,19 @@ class _TokenScorer(RetrieveLogProb):
 
 
 class KLRewardTransform(Shareable, SpecHooks):
-    """Charge coef * (generation log-prob - reference log-prob) of each token to the reward.
+    """Subtract coef * (generation log-prob - reference log-prob) of each token from the reward.
 
     Deprecated: use `RetrieveKL`, or `RetrieveLogProb` and `KLComputation`.
 
     Reads generation log-probs at `log_prob_key`; the reference scores the token ids, so it needs
     input_mode "tokens". `out_keys` are the reward, the KL and the reference log-probs (`reward`,
     `kl_penalty`, `ref_log_prob`), each [B, T, 1], ragged rows [t, 1]; the last two are optional.
-    `assistant_only` keeps the tokens of `masks.all_assistant_mask`, else those after
-    `tokens.prompt`; without it all real tokens are kept. `detach` cuts the graph, `device` is the
-    reference's (`to` moves it). `coef` is a buffer and the only entry of state_dict. At reset a
-    separate reward key is 0, [B, 1]. The rest is as in `KLComputation`. `use_ray_service=True`,
-    with `actor_name`, `num_cpus` and `num_gpus`, returns a `RayKLRewardTransform`. Missing token
-    ids are a RuntimeError, missing log-probs a ValueError.
+    `assistant_only` keeps the tokens of `masks.all_assistant_mask` or, without this mask, the
+    tokens after `tokens.prompt`; assistant_only=False keeps all real tokens. `detach` cuts the
+    graph, `device` is the reference's (`to` moves it). `coef` is a buffer and the only entry of
+    state_dict. At reset a separate reward key is 0, [B, 1]. Everything else as in `KLComputation`.
+    `use_ray_service=True`, with `actor_name`, `num_cpus` and `num_gpus`, returns a
+    `RayKLRewardTransform`. Raise RuntimeError without token ids, ValueError without log-probs.
     """
 
     DEFAULT_IN_KEYS: ClassVar = ["reward"]
@@ -166,7 +166,7 @@ class KLRewardTransform(Shareable, SpecHooks):
         return observation_spec
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Declare the charged reward, [..., T, 1], if there is a reward."""
+        """Declare the reward with the penalty, [..., T, 1], if there is a reward."""
         if self.add_to_reward and self.in_keys[0] in reward_spec:
             add_per_token(reward_spec, self.out_keys[0], 1)
         return reward_spec

@@ -33,7 +33,7 @@ from policies.torchrl.specs import Composite, Unbounded
 if TYPE_CHECKING:
     from policies.torchrl.wrapper import LLMWrapperBase
 
-# The fixed and the free tokenizer_kwargs. Rows are padded elsewhere.
+# tokenizer_kwargs with fixed values, and free ones; padding is done elsewhere.
 FIXED = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
 FIXED |= {"add_generation_prompt": False, "return_tensors": "pt"}
 CHOSEN = ("chat_template", "chat_template_name")
@@ -42,14 +42,14 @@ CHOSEN = ("chat_template", "chat_template_name")
 class RetrieveLogProb(SpecHooks, dense.RetrieveLogProb):
     """Score a td with `model` and write the log-probs of the kept tokens, 0 elsewhere.
 
-    `assistant_only` keeps the tokens of `masks.all_assistant_mask`: the td's, else that of the
-    rendered history (the model must then read histories), else `masks.all_response_mask`; without
-    it all real tokens are kept. The log-probs have the layout of the td's token ids, padded or
-    ragged; without ids the model's `pad_output` decides, and `padding_side` is that of padded
-    ragged ones. They are written to `log_probs_full_key`, by default (model.log_probs_key,
-    "full"). `device` is the model's: inputs move there, results back. `tokenizer` (default: the
-    model's) and `tokenizer_kwargs` (chat_template or chat_template_name) render the history for
-    its assistant mask if the td has none.
+    `assistant_only` keeps the tokens of the assistant mask: of the td, else of the rendered history
+    (the model must then read histories), else `masks.all_response_mask`. assistant_only=False keeps
+    all real tokens. The log-probs have the layout of the td's token ids, padded or ragged. Without
+    ids the model's `pad_output` decides, and ragged rows are padded on `padding_side`. They are
+    written to `log_probs_full_key`, by default (model.log_probs_key, "full"). `device` is the
+    model's: inputs move there, results back. `tokenizer` (default: the model's) and
+    `tokenizer_kwargs` (chat_template or chat_template_name) render the history for its assistant
+    mask if the td has none.
     """
 
     modes = ("history",)  # input modes with an assistant mask
@@ -92,7 +92,7 @@ class RetrieveLogProb(SpecHooks, dense.RetrieveLogProb):
         wrong = [k for k, v in options.items() if k not in known and (k, v) not in FIXED.items()]
         if wrong:
             raise ValueError(f"tokenizer_kwargs: expected {list(CHOSEN)} and {FIXED}, got {wrong}")
-        # Whether the mask differs from the model's own.
+        # Whether another renderer than the model's makes the mask.
         other = tokenizer is not None and tokenizer is not getattr(model, "tokenizer", None)
         self._renders = other or any(name in options for name in CHOSEN)
         if self._renders and not assistant_only:
@@ -118,9 +118,9 @@ class RetrieveLogProb(SpecHooks, dense.RetrieveLogProb):
     def _scored(self, td: TensorDictBase) -> Values:
         """Return the log-probs of a td, 0 at tokens that are not kept."""
         model = self.model
-        if getattr(model, "masks_key", True) is None:  # its masks are needed for padding
+        if getattr(model, "masks_key", True) is None:  # padding needs its masks
             model = model.get_new_version(masks_key="masks")
-        # Scores at the sampling temperature; on a copy, because wrappers may write in place.
+        # Score at the sampling temperature, on a copy, because wrappers may write in place.
         options = {"temperature_key": "temperature"} if hasattr(model, "limits") else {}
         scored = model(td.copy(), **options)
         log_probs = get_values(under(model.log_probs_key, "full"), scored)
@@ -178,18 +178,18 @@ def mode_of(model: Any) -> str:
 
 
 def is_padded(model: Any) -> bool:
-    """Return whether a wrapper's outputs are dense; those of a run's policy are."""
+    """Return whether a wrapper's outputs are dense; True for a run's policy."""
     return getattr(model, "pad_output", True)
 
 
 def one_of(name: str, model: Any, factory: Callable[[], Any] | None) -> Any:
-    """Return the model or the factory's result; both or neither is a ValueError."""
+    """Return the model or the factory's result; raise ValueError unless exactly one is given."""
     check_one(name, model, factory)
     return model if factory is None else factory()
 
 
 def check_one(name: str, model: Any, factory: Callable[[], Any] | None) -> None:
-    """Raise unless exactly one of the two is set; a factory overrides "from_collector"."""
+    """Raise ValueError unless exactly one is set; a factory overrides "from_collector"."""
     if isinstance(model, str) and model == "from_collector":
         return
     if model is not None and factory is not None:

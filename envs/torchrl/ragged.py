@@ -1,7 +1,7 @@
 """Convert ragged rows to dense tensors [B, T] for the KL transforms, and back.
 
-Rows are lazy stacks or nested tensors. They are padded once on input; outputs have the lengths of
-the rows, and nested rows their layout.
+Rows are lazy stacks or nested tensors. They are padded once on input. Outputs have the lengths of
+the rows, and the layout of nested rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def get_values(key: NestedKey, *tds: TensorDictBase) -> Any:
 
 
 def read_rows(container: TensorDictBase, name: str) -> Any:
-    """Return the rows at a name: of a lazy stack, of a nested tensor, or a list of texts."""
+    """Return the rows at a name, from a lazy stack or a nested tensor, or a list of texts."""
     options = {"as_list": True} if isinstance(container, LazyStackedTensorDict) else {}
     value = container.get(name, None, **options)
     if isinstance(value, Tensor):
@@ -61,7 +61,7 @@ def read_rows(container: TensorDictBase, name: str) -> Any:
 def set_values(td: TensorDictBase, key: NestedKey, values: Values) -> None:
     """Set dense values unchanged, nested rows in their layout, and other rows as a lazy stack.
 
-    A dense td has no lazy stack at a single-name key: rows are jagged there.
+    A dense td cannot have a lazy stack at a single-name key, so rows are jagged there.
     """
     if isinstance(values, Tensor):
         td.set(key, values)
@@ -82,7 +82,7 @@ def set_values(td: TensorDictBase, key: NestedKey, values: Values) -> None:
 
 
 class Rows(list):
-    """Tensors, one per row; `layout` is that of the nested tensor they came from, if any."""
+    """Tensors, one per row; `layout`: the layout of the nested tensor they came from, if any."""
 
     def __init__(self, rows: Any, layout: torch.layout | None = None) -> None:
         super().__init__(rows)
@@ -120,7 +120,7 @@ class Border:
             self.real = pad_mask(self.lengths, side=side, device=ragged[0][0].device)
 
     def dense(self, values: Values, label: str = "values") -> Tensor:
-        """Return values as [B, T, ...]; rows of other lengths than the first are a ValueError."""
+        """Return values as [B, T, ...]; raise ValueError if their row lengths differ."""
         if self.real is not None:
             check_lengths(self.lengths, values, label)
         return values if isinstance(values, Tensor) else pad(values, side=self.side)
@@ -133,7 +133,7 @@ class Border:
 
 
 def check_lengths(lengths: list[int], values: Values, label: str) -> None:
-    """Raise unless the rows of `values` have these lengths."""
+    """Raise ValueError unless the rows of `values` have these lengths."""
     if (got := [len(row) for row in values]) != lengths:
         raise ValueError(
             f"expected {label} of {lengths} tokens a row, got {got}; was one of them padded "
@@ -152,9 +152,9 @@ def lay_out(
 ) -> Values:
     """Return log-probs with 0 outside the mask, in the layout of the td's rows.
 
-    `real` is the attention mask of the scored tokens. `target` holds the td's ids (or masks in
-    place of them) and its attention mask. If their lengths do not fit, the values are dense if
-    `padded`, padded on `side`, else ragged.
+    `real` is the attention mask of the scored tokens. `target` has the td's ids (or masks in place
+    of them) and its attention mask. If their lengths do not fit, the result is dense and padded on
+    `side` if `padded`, else ragged.
     """
     scored, masks = _attended(log_probs, real), _attended(mask, real)
     check_lengths([len(row) for row in scored], masks, "a mask")

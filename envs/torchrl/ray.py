@@ -1,8 +1,8 @@
 """Share one transform in a Ray actor among many environments: its models are in memory once.
 
-Tensordicts travel to the actor on the CPU without a graph; the result is a new one on the device of
-the input. Only this file imports Ray (`pip install -e '.[ray]'`).
-Left out on purpose: gradients, and changes of the shared transform after its creation.
+Tensordicts are sent to the actor on the CPU without a graph; the result is a new one on the device
+of the input. Only this file imports Ray (`pip install -e '.[ray]'`). Not supported: gradients,
+which Ray cannot send; changes of the shared transform, because other environments use it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from policies.torchrl.specs import Composite
 if TYPE_CHECKING:
     from policies.torchrl.wrapper import LLMWrapperBase
 
-NAMESPACE = "leash"  # Ray finds a name in one namespace only, by default one per process
+NAMESPACE = "leash"  # Ray finds a name only in one namespace, by default one per process
 REMEDY = "make the transform again, a new actor comes with it"
 
 
@@ -38,17 +38,17 @@ class RayTransform(SpecHooks):
     """Run a transform in a Ray actor, shared by every RayTransform of the same `actor_name`.
 
     `make(**kwargs)`, a class or any function, builds the transform once in the actor. Functions of
-    the main script are pickled, those of a module are imported there (PYTHONPATH). The actor has
+    the main script are pickled, functions of a module are imported there (PYTHONPATH). It has
     `num_cpus` (default 1; also its threads) and `num_gpus` (default 0); the transform and its
-    inputs move to `device` there. An actor with a name lives until `close()` or the end of Ray; one
-    without dies with its only user. Users of one name must pass the same arguments, else ValueError
-    (models, factories and other objects are not compared).
+    inputs move to `device` there. An actor with a name lives until `close()` or the end of Ray; an
+    actor without a name dies with its only user. Raise ValueError if users of one name pass
+    different arguments (models, factories and other objects are not compared).
 
     Ray starts if it is not running: `ray.init()` joins the cluster of RAY_ADDRESS or `ray start`,
     or starts one on this machine. Environments in several processes share an actor only inside one
     cluster. Called on a td without "next" it returns a new one; other transforms write in place.
-    The shared transform has no `container` or `parent`. A dead actor is a RuntimeError;
-    `detach=False` is a ValueError.
+    The shared transform has no `container` or `parent`. Raise RuntimeError if the actor is dead,
+    ValueError for `detach=False`.
 
         shared = RayTransform(MyTransform, factor=2, actor_name="mine")
         env = TransformedEnv(env, shared)
@@ -76,7 +76,7 @@ class RayTransform(SpecHooks):
         options = {"name": actor_name, "get_if_exists": True, "lifetime": "detached"}
         named = {**options, "namespace": NAMESPACE} if actor_name else {}
         self._actor = ray.remote(_Host).options(**resources, **named).remote()
-        self.sent_bytes = 0  # to build the transform: large for models, small for factories
+        self.sent_bytes = 0  # bytes sent to build the transform: many for models, few for factories
         actual = self._ask("get_settings")
         if actual is None:
             actual = self._make(partial(make, **kwargs), device)
@@ -95,7 +95,7 @@ class RayTransform(SpecHooks):
         try:
             return self._ask("make", buffer.getvalue(), self._settings, device)
         except Exception:
-            self.close()  # else its name would stay in use
+            self.close()  # frees the actor's name
             raise
 
     def _ask(self, method: str, *args: Any) -> Any:
@@ -117,7 +117,7 @@ class RayTransform(SpecHooks):
             ray.kill(self._actor)
 
     def _run(self, hook: str, *tds: TensorDictBase | None) -> TensorDictBase:
-        """Call a hook of the shared transform on tds; the result is on the device of the first.
+        """Call a hook of the shared transform on tds; return the result on the first td's device.
 
         "next" is not sent: it is already the last of the tds.
         """
@@ -180,7 +180,7 @@ class RayRetrieveKL(RayTransform):
         super().__init__(RetrieveKL, device=device, **actor, **models, **kwargs)
         self.__dict__["_local"] = None
         if gen_model == "from_collector" and gen_model_factory is None:
-            # Scores the collector's policy: a RetrieveKL whose reference is in the actor.
+            # A RetrieveKL that scores the collector's policy; its reference is in the actor.
             names = ("in_keys", "input_mode", "pad_output", "log_probs_key")
             facts = dict(zip(names, self._ask("read", "ref_model", names), strict=True))
             ref = SimpleNamespace(generate=False, **facts)

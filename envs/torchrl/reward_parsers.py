@@ -25,14 +25,14 @@ NAMES = ("reward_answer", "reward_think", "reward_right", "reward", "success")
 class RewardParser(SpecHooks):
     """Write the rewards of responses, each [B, 1]; a subclass decides which answers are right.
 
-    `reward_right` is `correct_reward` for a right answer, `format_reward` for another one in
+    `reward_right` is `correct_reward` for a right answer, `format_reward` for a wrong answer in
     <answer> tags, else 0; it is added to an existing `reward` [B, 1]. `reward_answer` and
-    `reward_think` mark responses with such tags, `success` right answers.
-    `out_keys` renames the five. `in_keys`: the action and the ground truth, "answer".
+    `reward_think` mark responses with <answer> and <think> tags, `success` marks right answers.
+    `out_keys` renames these five keys. `in_keys`: the action and the ground truth, "answer".
 
-    `set_done_if_answer`: any answer ends the episode (True), none does (False), or only a right one
-    ("right"). `input_mode` and the template are the env's; outside an env, texts and tokens need a
-    `tokenizer`. `eos_token` (default: the tokenizer's) is removed from a response's end.
+    `set_done_if_answer`: any answer ends the episode (True), no answer (False), or only a right
+    answer ("right"). `input_mode` and the template are the env's; outside an env, texts and tokens
+    need a `tokenizer`. `eos_token` (default: the tokenizer's) is removed from a response's end.
     """
 
     def __init__(
@@ -140,6 +140,6 @@ class MATHRewardParser(RewardParser):
 def _added(old: Tensor | None, new: Tensor) -> Tensor:
     if old is None:
         return new
-    if old.shape != new.shape:  # a reward per token would get it at each token
+    if old.shape != new.shape:  # a sum would add it to each token of a reward per token
         raise ValueError(f"expected a reward of shape {[*new.shape]}, got {[*old.shape]}")
     return old | new if new.dtype == torch.bool else old + new

@@ -1,7 +1,7 @@
 """Execute the tool calls that a parser finds in a response: TorchRL's tools.
 
-`env.tools` (envs/tools/) reads calls in the model's own format instead. Errors of a tool are
-results too: the policy reads them, and the run continues.
+`env.tools` (envs/tools/) reads calls in the model's own format instead. On an error of a tool the
+policy gets the error as the result, and the run continues.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Tool:
 
     @classmethod
     def of(cls, service: Any, name: str | None = None, schema: dict | None = None) -> Tool:
-        """Return a tool of a function, or of an object with `name` and `schema_in`."""
+        """Return the tool for a function, or for an object with `name` and `schema_in`."""
         known = getattr(service, "schema_in", None) if schema is None else schema
         if known is None:
             wanted = inspect.signature(service, eval_str=True).parameters.values()
@@ -42,7 +42,7 @@ class Tool:
         return cls(name, service, known, (text or "").strip().split("\n")[0])
 
     def __call__(self, args: dict[str, Any], state: dict[str, Any] | None = None) -> Any:
-        """Call the function with arguments, and with `_state` if it takes it."""
+        """Call the function with the arguments, and with `_state` if it has this argument."""
         if "_state" in args:
             raise TypeError("_state is no argument of a call")
         parameters = inspect.signature(self.function).parameters.values()
@@ -71,14 +71,14 @@ class ToolRegistry:
     def register(
         self, service: Any, *, name: str | None = None, schema: dict[str, Any] | None = None
     ) -> None:
-        """Add a tool; it replaces one of the same name."""
+        """Add a tool; replace a tool of the same name."""
         if not callable(service):
             raise ValueError(f"expected a tool, got {service!r}; is its _target_ missing?")
         tool = service if isinstance(service, Tool) else Tool.of(service, name, schema)
         self._tools[tool.name] = tool
 
     def get(self, name: str) -> Tool:
-        """Return the tool of a name; a KeyError lists the known names."""
+        """Return the tool with this name; raise KeyError with the known names."""
         if name not in self._tools:
             raise KeyError(f"Unknown tool: {name}; there are {sorted(self._tools)}")
         return self._tools[name]
@@ -174,7 +174,7 @@ class SimpleToolTransform(ExecuteToolsInOrder):
 
 
 def _within(timeout: float | None, work: Callable[[], Any]) -> Any:
-    """Return the result of a call or raise TimeoutError; its thread is not stopped."""
+    """Return the result of a call, or raise TimeoutError; then its thread keeps running."""
     if timeout is None:
         return work()
     result: Future[Any] = Future()

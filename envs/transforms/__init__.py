@@ -36,7 +36,7 @@ KL_TRANSFORMS = ("KLComputation", "KLRewardTransform", "RetrieveKL", "RetrieveLo
 
 
 def is_kl_transform(target: str) -> bool:
-    """Return whether a class scores or charges the KL; a run does both without it.
+    """Return whether a class measures or penalises the KL; a run does both without it.
 
     >>> names = "envs.transforms.RayRetrieveKL", "envs.transforms.StepCounter"
     >>> [is_kl_transform(name) for name in names]

@@ -1,9 +1,8 @@
 """The KL of each token of a batch: score it with the reference, subtract.
 
 Two transforms on dense [B, T], composed by `RetrieveKL`. A run calls the chain once per batch
-(trainer/kl/reference.py); the Leash charges the KL.
-Left out on purpose: ragged rows, other masks, charging a reward, generation log-probs of a
-collector's policy, Ray. envs/torchrl/ has these options of TorchRL's API.
+(trainer/kl/reference.py); `Leash` applies the penalty. Ragged rows, other masks, KL rewards and Ray
+are in envs/torchrl/kl.py, because no run needs them.
 """
 
 import torch
@@ -19,7 +18,7 @@ RESPONSE = ("masks", "all_response_mask")
 class RetrieveLogProb(Transform):
     """Write a model's log-probs [B, T] of the sampled tokens, 0 elsewhere.
 
-    The model is a scoring policy; it scores at the temperatures [B] of the batch.
+    The model is a scoring policy; it uses the temperatures [B] of the batch.
     """
 
     def __init__(self, model: ChatPolicy, *, log_probs_full_key: NestedKey = REF) -> None:

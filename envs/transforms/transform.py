@@ -1,8 +1,8 @@
 """Transforms of an environment's outputs, and their composition.
 
 `_step(td, next_td)` reads the step's td and writes next_td; `_reset(td, td_reset)` does the same
-for a first state; `_call` is for transforms that need one td only. Called on a plain td, a
-transform writes under "next", or into the td itself without a "next".
+for a first state; `_call` is for transforms that need only one td. Called on a plain td, a
+transform writes under "next", or without "next" into the td itself.
 A transform may declare its additions to TorchRL's specs by `transform_*_spec(spec)`; see
 `apply_hook` of envs/torchrl/hooks.py.
 """
@@ -20,7 +20,7 @@ from torch import nn
 class Transform(nn.Module):
     """Map `in_keys` to `out_keys` by `_apply_transform`; override a hook for anything else.
 
-    A missing in_key is a KeyError in a step; reset and `missing_tolerance` skip it.
+    In a step, raise KeyError for a missing in_key; a reset, or `missing_tolerance`, skips it.
     """
 
     _container: Any  # a TransformedEnv, a Compose or None
@@ -76,10 +76,8 @@ class Transform(nn.Module):
             f"{type(self).__name__} needs _apply_transform(value), _call(td) or _step(td, next_td)"
         )
 
-    # Mounting.
-
     def set_container(self, container: Any) -> None:
-        """Remember the environment or Compose of this transform; a second one is a ValueError."""
+        """Store the environment or Compose of this transform; raise ValueError for a second one."""
         if self._container is not None:
             raise ValueError(
                 f"this {type(self).__name__} already belongs to a "

@@ -20,7 +20,7 @@ from policies.chats.history import History
 
 
 def _spec_of(of: Any) -> Any:
-    """Return the `default_spec` of a container of Histories, texts (str) or values of a dtype."""
+    """Return the method `default_spec` for a container of Histories, texts or values of a dtype."""
 
     def default_spec(
         cls: Any, shape: tuple[int, ...] = (-1,), keys: Sequence[str] | None = None
@@ -66,7 +66,7 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
         *,
         attention_mask: Tensor | None = None,
     ) -> "Text":
-        """Return the decoded tokens. Padded ones need the mask of `full` (ValueError without)."""
+        """Return the decoded tokens; raise ValueError if they are padded and have no mask."""
         from policies.torchrl import conversions
 
         options = {"skip_special_tokens": skip_special_tokens, "attention_mask": attention_mask}
@@ -149,7 +149,7 @@ class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeAr
         """Return the ids of the rendered chats, ragged rows; `tokenizer` may be a `Renderer`.
 
         The prompt ends in a generation prompt, the response is the rest of `full`. A cut response
-        is closed. Raises ValueError if full does not start with the prompt.
+        is closed. Raise ValueError if full does not start with the prompt.
         """
         from policies.torchrl import conversions
 
@@ -193,8 +193,8 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
     ) -> ChatHistory:
         """Return the messages of each text, read as by `History.from_text`.
 
-        A generation prompt at the end of a prompt is no message. The response is the part of
-        `full` after the prompt; if either is missing, it is read as if after a generation prompt.
+        A generation prompt at the end of a prompt is not a message. The response is the part of
+        `full` after the prompt; if one of them is missing, it follows a generation prompt.
         """
         from policies.torchrl import conversions
 

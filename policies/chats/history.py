@@ -1,9 +1,8 @@
 """Chats as TensorDict data: a `History` holds messages along its last batch dimension.
 
 Shapes: [] one message, [T] a chat, [B, T] a batch of chats (a lazy stack if their lengths differ).
-A message of role "<none>" is padding: it is never rendered, counted or parsed.
-
-Left out on purpose: images, and message fields beyond those below.
+A message of role "<none>" is padding: it is never rendered, counted or parsed. Images are not
+supported, because models are trained on text only.
 """
 
 from collections.abc import Sequence
@@ -46,7 +45,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     def from_chats(cls, chats: Sequence[Any]) -> "History":
         """Return one chat (a list of messages) as [T], or a list of chats as [B, T].
 
-        Raises ValueError if it is empty or a message is malformed.
+        Raise ValueError if it is empty or a message is malformed.
         """
         if isinstance(chats, str) or not isinstance(chats, Sequence) or not chats:
             raise ValueError(f"expected a chat (a list of dicts) or a list of chats, got {chats!r}")
@@ -67,7 +66,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         The template is chosen as in `apply_chat_template`, else "chatml_format". A message that is
         not closed has `is_complete` False; a generation prompt is an empty assistant message. Tool
         calls stay in the content. Use it for trusted texts only: markup of turns inside a content
-        is read as turns. Raises ValueError if a text does not fit the template.
+        is read as turns. Raise ValueError if a text does not fit the template.
 
         >>> history = History.from_text("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nY")
         >>> history.messages()[1], list(history.is_complete)
@@ -109,7 +108,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     def append(self, history: "History", *, inplace: bool = True, dim: int = -1) -> "History":
         """Add one entry along `dim`: a message [B] to each chat of [B, T].
 
-        Raises RuntimeError unless `history` has one dimension less. Changes and returns this
+        Raise RuntimeError unless `history` has one dimension less. Changes and returns this
         history unless `inplace=False`.
         """
         from policies.torchrl.histories import grow  # a run builds whole chats
@@ -119,7 +118,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
     def extend(self, history: "History", *, inplace: bool = True, dim: int = 0) -> "History":
         """Add the entries of `history` along `dim`: of shape [B, T], 0 adds chats, 1 messages.
 
-        Raises RuntimeError unless `history` has as many dimensions. Changes and returns this
+        Raise RuntimeError unless `history` has as many dimensions. Changes and returns this
         history unless `inplace=False`.
         """
         from policies.torchrl.histories import grow
@@ -142,13 +141,13 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         """Render the chats as text, or as token ids and masks.
 
         `tokenizer` may be a `Renderer`. `chat_template` (a Jinja text or a file) comes before
-        `chat_template_name` ("chatml_format", "qwen", ...), that before the tokenizer's own.
+        `chat_template_name` ("chatml_format", "qwen", ...), the name before the tokenizer's own.
         Returns text by default: str for [T], a list for [B, T]; with `tokenize=True` lists of ids.
         With `return_tensors="pt"`, `return_dict`, the assistant mask or `padding` (on the
         tokenizer's side): a TensorDict of input_ids, attention_mask and assistant_masks (the
         end-of-turn token included), lazily stacked, or dense with `padding`.
-        Raises ValueError on a chat that the template refuses and on an assistant mask of a single
-        value for a chat with responses.
+        Raise ValueError if the template refuses the chat, or if a chat with responses gets an
+        assistant mask that is all True or all False.
         """
         from policies.torchrl.histories import render_history  # a run renders messages
 

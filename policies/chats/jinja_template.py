@@ -12,8 +12,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from policies.chats.messages import OF_CHAT, Message
 from policies.chats.text_encoder import Span
 
-SECONDS = 5.0  # of computing for one chat; real templates take milliseconds
-LONGEST = 1 << 20  # characters of a rendered chat that is over ten times as long as its messages
+SECONDS = 5.0  # computing time allowed per chat; real templates take milliseconds
+LONGEST = 1 << 20  # characters allowed if the text is over ten times as long as the messages
 _RENDERING = threading.Lock()  # threads share the compiled template's tracker of tagged spans
 
 
@@ -21,7 +21,7 @@ _RENDERING = threading.Lock()  # threads share the compiled template's tracker o
 def bounded() -> Iterator[None]:
     """Raise TimeoutError in a block that computes for more than `SECONDS`.
 
-    Signals reach the main thread alone; in other threads the block is not bounded. A call into C,
+    Signals reach only the main thread; in other threads the block is not bounded. A call into C,
     such as 10**10**10, is not interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -29,7 +29,7 @@ def bounded() -> Iterator[None]:
         return
     end = time.thread_time() + SECONDS
 
-    def look(*_: Any) -> None:  # other threads, too, advance the timer
+    def look(*_: Any) -> None:  # the timer also counts the computing time of other threads
         if time.thread_time() > end:
             raise TimeoutError(f"no end within {SECONDS:g} s of computing")
 

@@ -17,8 +17,8 @@ OPTIONAL = (
     "reasoning_content",
     "thinking",
     "reasoning",
-    "tools",  # of the whole chat, on its first message
-    "chat_template_kwargs",  # likewise, in a list
+    "tools",  # tools of the whole chat, on its first message
+    "chat_template_kwargs",  # on the first message too, in a list
 )
 OF_CHAT = ("tools", "chat_template_kwargs")
 FIELDS = ("role", "content", "is_complete", *OPTIONAL)
@@ -65,7 +65,7 @@ def visible(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def checked(message: Any, index: int) -> dict[str, Any]:
-    """Return a message as a record; ValueError if it is malformed."""
+    """Return a message as a record; raise ValueError if it is malformed."""
     if not isinstance(message, dict):
         raise ValueError(f"message {index}: expected a dict, got {type(message).__name__}")
     record = {k: v for k, v in message.items() if v is not None}

@@ -1,9 +1,9 @@
 """Find the text that a template writes between an assistant turn and the next one.
 
-The ids of a chat never change: the next prompt is the ids so far and this text. It is found on a
-*stand-in chat*, whose contents are placeholders, since many templates rewrite earlier turns (they
-drop thoughts, or close the last turn otherwise). There the last assistant turn has tool calls if
-tool results follow, because templates read the tool's name from the call.
+The ids of a chat never change: the next prompt is the ids so far plus this text. The text is found
+on a *stand-in chat*, whose contents are placeholders, because many templates rewrite earlier turns
+(they drop thoughts, or close the last turn differently). If tool results follow, the stand-in's
+last assistant turn has tool calls, because templates read the tool's name from the call.
 """
 
 import re
@@ -18,15 +18,15 @@ from policies.chats.tool_calls import CALL_ID, make_call
 
 
 class LostTurn(ValueError):
-    """What a template does with a chat that goes on, where its next turn cannot be found."""
+    """The next turn cannot be found; the message says what the template does with the chat."""
 
 
 @dataclass(frozen=True)
 class Gap:
     """The text from a turn's last content to the next response, for any contents.
 
-    `start` is the place in `text`, in characters, from which ids without an end of the turn go on;
-    `ends` has the place for ids that end in a token.
+    `start` is the place in `text`, in characters, where ids without an end of turn go on. `ends`
+    maps the last token of other ids to their place.
     """
 
     text: str
@@ -41,7 +41,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class StandIn:
-    """A chat of placeholders; `size` messages are before the gap, `anchor` is their last word."""
+    """A chat of placeholders: `size` messages before the gap, which end in the word `anchor`."""
 
     chat: list[Message]
     size: int
@@ -66,10 +66,10 @@ class StandIn:
         return cls(blank, len(messages), anchor)
 
     def find_gap(self, outlines: Outlines) -> Gap:
-        """Return the gap; LostTurn if the template drops the turn or a new message.
+        """Return the gap; raise LostTurn if the template drops the turn or a new message.
 
         `if_followed` begins with the end of the turn (ChatML: `<|im_end|>`), then opens the next
-        role. The end of the turn is what it shares with `if_last`; the ids may have it already.
+        role. Its common start with `if_last` is the end of the turn; the ids may have it already.
         """
         if_last, if_followed = self._texts_after_turn(outlines)
         contents = [message["content"] for message in self.chat]
@@ -83,7 +83,7 @@ class StandIn:
         if closing:
             start = closing[-1].start if called else 0
             return Gap(if_followed, start, {m.token: m.stop for m in closing}, contents)
-        # The next role's token ends the turn (GLM), or a chat's last turn ends otherwise (gpt-oss)
+        # The next role's token ends the turn (GLM), or the last turn has another end (gpt-oss).
         start = common if called else 0
         opening = next((m for m in markers if m.stop > common), None)
         if opening is None:
@@ -108,8 +108,8 @@ class StandIn:
     ) -> tuple[list[Piece], list[str] | None, str]:
         """Return the gap from `start` on with the contents of `chat`: pieces, texts, full text.
 
-        Contents of earlier messages may stand there: Mistral writes the system prompt before the
-        last message of the user. The texts are None where the template changes contents.
+        The gap may contain earlier messages: Mistral writes the system prompt before the last user
+        message. The texts are None if the template changes contents.
         """
         pairs = zip(self.chat, chat, strict=True)
         chat = [blank if m["role"] == "assistant" else m for blank, m in pairs]

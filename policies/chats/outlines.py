@@ -1,7 +1,8 @@
 """Find the assistant's spans and the control tokens in what a template writes.
 
-An *outline* is a chat rendered with unguessable placeholders for its contents and cut into pieces
-of the template's text and of contents. Chats that differ in contents alone share one.
+An *outline* is a chat rendered with random placeholders for its contents, which no message can
+imitate, and cut into pieces of template text and of contents. Chats that differ only in contents
+share an outline.
 """
 
 import re
@@ -30,7 +31,7 @@ class Outline:
 
     pieces: list[Piece]
     control: list[int]  # control tokens of the template's text, in order
-    fault: str = ""  # why the assistant mask does not fit training data
+    fault: str = ""  # reason if the assistant mask is not valid for training
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Outlines:
     ) -> tuple[str, list[Span]]:
         """Return the rendered text and the spans of its generation tags.
 
-        With `last_turn` the last turn stands in the context that the model has when it writes it.
+        With `last_turn` earlier turns are rendered as they were when the model wrote the last turn.
         """
         options = {"add_generation_prompt": prompt, "tagged": self.tagged}
         if any(message.get("tool_calls") for message in messages):
@@ -77,7 +78,7 @@ class Outlines:
         return text, tags
 
     def _in_context(self, messages: Sequence[Message], text: str) -> str:
-        """Return the prompt of the last turn, and the turn, where `text` rewrites the prompt.
+        """Return the last turn after its prompt as the model saw it, if `text` changes that prompt.
 
         For example, gpt-oss drops the thought of a call once its chat has a final response.
         """
@@ -93,7 +94,7 @@ class Outlines:
     def of(self, messages: Sequence[Message], prompt: bool, last_turn: bool = False) -> Outline:
         """Return the outline of a chat, shared by chats that differ in contents only.
 
-        With `last_turn` its assistant mask covers the last turn alone.
+        With `last_turn` its assistant mask covers only the last turn.
         """
         blank = self.blank(messages)
         key = f"{prompt}{last_turn}{blank}"
@@ -110,7 +111,7 @@ class Outlines:
     def blank(self, messages: Sequence[Message]) -> list[Message]:
         """Return the chat with an unguessable placeholder for each content.
 
-        A message of calls alone stays without content: templates write no line for it.
+        A message with only tool calls keeps its empty content: templates write no line for it.
         """
         silent = [m.get("tool_calls") and not m.get("content") for m in messages]
         names = ["" if s else self.placeholder(str(i)) for i, s in enumerate(silent)]
@@ -131,7 +132,7 @@ class Outlines:
             covered = [(max(a, s), min(b, e)) for s, e in spans if s < b and a < e]
             if covered and (not responded or covered != [(a, b)]):
                 fault = "puts other text than the assistant's into its turns"
-        if fault:  # mask by definition: content and end of turn
+        if fault:  # no turn is found in the text: mask content and end of turn
             spans = [span for span, responded in places if responded][-1 if last_turn else 0 :]
         contents = [m["content"] for m in blank]
         pieces = cut(text, contents, [close_turn(text, span, self.ends) for span in spans])
@@ -140,7 +141,7 @@ class Outlines:
     def find_spans(
         self, messages: Sequence[Message], text: str, tags: list[Span], last_turn: bool
     ) -> tuple[list[Span], str]:
-        """Return the spans of the assistant's turns, from tags if the template has them."""
+        """Return the assistant's spans: by tags or by rendering, `last_turn` by rendering first."""
         if self.tagged and not last_turn:
             return tags, ""
         spans, fault = self._find_turns(messages, text, last_turn)
@@ -169,8 +170,8 @@ class Outlines:
     def _find_end(self, messages: Sequence[Message], text: str, start: int) -> int:
         """Return where the last turn of a text ends; it starts at `start`.
 
-        Some templates close a chat with one more token (Phi-3): the end is the last end-of-turn
-        token that also stands there when the chat goes on.
+        Some templates (Phi-3) add a token at the end of the chat. So the turn ends at the last
+        end-of-turn token that is also there when the chat goes on.
         """
         content = messages[-1]["content"]
         tail = text.rfind(content, start) + len(content) if content in text[start:] else start
@@ -183,7 +184,7 @@ class Outlines:
         return close_turn(text, (start, len(text)), self.ends)[1]
 
     def rewrites_turns(self) -> bool:
-        """Return whether an earlier turn changes in a longer chat, of any keys that are written."""
+        """Return whether the template changes an earlier turn; try each key that it writes."""
         thoughts = [{key: self.placeholder(key)} for key in THOUGHTS if self.writes[key]]
         tools = [{"tools": [make_schema("f")]}] if self.writes["tools"] else []
         chats = [[{"role": "user"}, {"role": "assistant"} | more] for more in ({}, *thoughts)]
@@ -203,8 +204,8 @@ class Outlines:
     def find_markers(self) -> frozenset[int]:
         """Return the added tokens that the template writes around the turns of each role.
 
-        Without tags in pairs, <x> and </x>: inside of a turn they enclose thoughts, calls and
-        results, and contents may hold them.
+        Paired tags, <x> and </x>, are excluded: they enclose thoughts, calls and results inside of
+        a turn, and contents may contain them.
         """
         texts = self._encoder.added
         pairs = {text.replace("</", "<", 1) for text in texts.values() if text.startswith("</")}
@@ -233,7 +234,7 @@ class Outlines:
         return None
 
     def _refuse_unwritten(self, messages: Sequence[Message]) -> None:
-        """Raise if a message has a call, tools or thoughts for which the template has no place."""
+        """Raise ValueError if the template does not write a message's call, tools or thoughts."""
         for i, message in enumerate(messages):
             for key in WRITTEN:
                 if message.get(key) and not self.writes[key]:
@@ -251,7 +252,7 @@ class Outlines:
 
     @cached_property
     def writes(self) -> dict[str, bool]:
-        """Return for each key of `WRITTEN` whether the template writes its value."""
+        """Return {key: whether the template writes its value} for the keys in `WRITTEN`."""
         name = f"x{self.nonce}x"
         values = dict[str, Any].fromkeys(WRITTEN, name)
         call = make_call(name, "{}" if self._takes_text else {})
@@ -260,13 +261,13 @@ class Outlines:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """Return whether the template takes arguments as text: it fails on a dict, or prints it."""
+        """Return whether the template needs arguments as JSON text: a dict fails or is printed."""
         name = f"x{self.nonce}x"
         text = self._try("tool_calls", [make_call("f", {name: 1})])
         return name not in text or f"{{'{name}'" in text
 
     def _try(self, key: str, value: Any) -> str:
-        """Return the text of an exchange with a key, "" if the template refuses it."""
+        """Return the text of an exchange with a key, or "" if the template refuses it."""
         place = 0 if key == "tools" else 1
         chat = [{"role": "user", "content": "u"}, {"role": "assistant", "content": ""}]
         chat[place] |= {key: value}
@@ -276,7 +277,7 @@ class Outlines:
             return ""
 
     def _refuse_loss(self, blank: Sequence[Message], text: str) -> None:
-        """Raise if a content is missing from the text."""
+        """Raise ValueError if a content is missing from the text."""
         for i, message in enumerate(blank):
             if message["content"] not in text.lower():
                 beside = " beside its calls" if message.get("tool_calls") else ""
@@ -287,7 +288,7 @@ class Outlines:
                 )
 
     def refuse_markup(self, messages: Sequence[Message]) -> None:
-        """Raise if a field other than the content has control tokens."""
+        """Raise ValueError if a field other than the content has control tokens."""
         for i, message in enumerate(messages):
             other = str({k: v for k, v in message.items() if k != "content"})
             ids, spans = self._encoder.encode(other)
@@ -302,13 +303,13 @@ class Outlines:
 
     @cached_property
     def remedy(self) -> str:
-        """Return the remedy for a template that does not fit, in the model's own tokens."""
+        """Return the remedy for a template that does not fit: the one with the model's tokens."""
         name = "chatml" if self._has_chatml() else "<another template of this model>"
         return f"set policy.chat_template={name}"
 
     @property
     def remedy_for_tools(self) -> str:
-        """Return the remedy for a template without a place for tools, calls or thoughts."""
+        """Return the remedy for a template that writes no tools, calls or thoughts."""
         name = "hermes" if self._has_chatml() else "<a template of this model that does>"
         return f"set policy.chat_template={name}"
 

@@ -8,12 +8,12 @@ from itertools import pairwise
 from policies.chats.messages import Message
 from policies.chats.text_encoder import Span
 
-OUTSIDE = -1  # the turn of a token outside the assistant mask
+OUTSIDE = -1  # turn number of tokens outside the assistant mask
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of text written by the template, or the content of one message."""
+    """A span of text that the template writes, or the content of one message."""
 
     text: str
     message: int | None = None  # index of the content's message; None = the template's text
@@ -65,15 +65,15 @@ def cut(text: str, placeholders: Sequence[str], spans: Sequence[Span]) -> list[P
 
 
 def fill(pieces: Sequence[Piece], messages: Sequence[Message], text: str) -> list[str] | None:
-    """Return the texts of the pieces of `text`; None if it is not the pieces with the contents.
+    """Return the text of each piece in `text`; None if `text` is not the filled pieces.
 
-    A content may have lost white space at its ends, which many templates strip.
+    A content may lack white space at its ends, because many templates strip it.
 
     >>> fill([Piece("<"), Piece("x", 0), Piece(">")], [{"content": " a "}], "<a>")
     ['<', 'a', '>']
     """
     contents = [m["content"] for m in messages]
-    for strip in (str, str.strip):  # what most templates do: a fast path
+    for strip in (str, str.strip):  # fast path: most templates do one of these
         texts = [p.text if p.message is None else strip(contents[p.message]) for p in pieces]
         if "".join(texts) == text:
             return texts
@@ -104,7 +104,7 @@ def turns_of(offsets: Sequence[Span], spans: Mapping[Span, int], size: int) -> l
     >>> turns_of([(0, 2), (2, 4), (4, 5)], {(3, 4): 0}, 5)
     [-1, 0, -1]
     """
-    turn = [OUTSIDE] * size  # of each character
+    turn = [OUTSIDE] * size  # character -> turn
     for (start, end), number in spans.items():
         turn[start:end] = [number] * (end - start)
     return [max(turn[start:end], default=OUTSIDE) for start, end in offsets]

@@ -1,16 +1,15 @@
 """Render chats to token ids, and responses to the next prompt, by the model's chat template.
 
-A chat is a list of messages {"role", "content"}. For clean chats the ids are those of
-`tokenizer.apply_chat_template`. Control tokens in contents ("<|im_end|>", ...) are encoded as
+A chat is a list of messages {"role", "content"}. Without control tokens in its contents its ids
+equal `tokenizer.apply_chat_template`. Control tokens in contents ("<|im_end|>", ...) are encoded as
 ordinary text, so that only the template can open or close a turn; other added tokens in contents
-("<think>" where it is not special) are encoded as the tokenizer does.
+("<think>" where it is not special) stay single tokens.
 
 The assistant mask covers contents and end-of-turn tokens of assistant messages. It comes from the
-template's `{% generation %}` tags, else from rendering the chat up to each assistant message (that
-of the last turn alone the other way round).
-
-Left out on purpose: documents as template arguments, images, and searching the rendered text for
-headers, which a message could fake.
+template's `{% generation %}` tags. Without tags it is what each assistant message adds to the
+rendered chat; for the last turn alone this comes first, and tags only if it fails. Headers are
+never searched in the rendered text, because a message could contain them. Not supported: documents
+and images, because no task has them.
 """
 
 import re
@@ -36,7 +35,7 @@ _REWRITTEN = "rewrites contents, and this chat's contents hold the text of contr
 
 @dataclass(frozen=True)
 class Rendered:
-    """The ids of a chat, and for each id its assistant turn, from 0; OUTSIDE if it has none."""
+    """Ids of a chat; `turns[i]` is the number of id i's assistant turn, from 0, or OUTSIDE."""
 
     ids: list[int]
     turns: list[int]
@@ -48,10 +47,10 @@ class Rendered:
 
 
 class Renderer:
-    r"""Render chats with one tokenizer and one template, that of `find_template`.
+    r"""Render chats with one tokenizer and the template that `find_template` returns.
 
     `stop_ids` end a turn: the tokenizer's EOS and the token that the template writes after a
-    response. Raises ValueError if the template cannot render a plain exchange.
+    response. Raise ValueError if the template cannot render a plain exchange.
 
     >>> from policies.models.find import find_model, load_tokenizer
     >>> tokenizer = load_tokenizer(find_model("tiny"))
@@ -79,13 +78,13 @@ class Renderer:
         self.stop_ids = frozenset({tokenizer.eos_token_id, self._end} - {None})
         self._outlines.ends = [tokenizer.convert_ids_to_tokens(i) for i in self.stop_ids]
         self._gaps: dict[str, Gap] = {}
-        # By roles: the bytes of the template's text, and the messages whose contents stand in it.
+        # roles -> bytes of the template's text, indices of the messages whose contents it prints
         self._sizes: dict[tuple, tuple[int, list[int]]] = {}
         normalizer = type(tokenizer.backend_tokenizer.normalizer).__name__
-        self._growth = {"NoneType": 1, "NFC": 3}.get(normalizer, inf)  # bytes per byte, at most
+        self._growth = {"NoneType": 1, "NFC": 3}.get(normalizer, inf)  # largest factor in bytes
 
     def text(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """Return the rendered chat as text. Raises ValueError if the template refuses it."""
+        """Return the rendered chat as text; raise ValueError if the template refuses it."""
         return self._outlines.text(messages, add_generation_prompt)[0]
 
     def render(
@@ -98,8 +97,8 @@ class Renderer:
     ) -> Rendered:
         """Return ids and assistant mask of a chat; with `last_turn` the mask of its last turn.
 
-        With `require_assistant` (training data) a constant mask, or a template that changes a
-        masked turn when the chat continues, is a ValueError.
+        If `require_assistant` (training data), raise ValueError if the mask is all True or all
+        False, or if the template changes a masked turn when the chat goes on.
         """
         messages = check_messages(messages)
         text = self._outlines.text(messages, add_generation_prompt, last_turn)[0]
@@ -145,7 +144,7 @@ class Renderer:
         """Return the ids of the next prompt, which start with `ids` unchanged.
 
         `ids` are the last prompt and the sampled response, `messages` the same as a chat. A
-        response without the template's end of turn is closed first. Raises ValueError if the
+        response without the template's end of turn is closed first. Raise ValueError if the
         template drops a turn or a new message.
         """
         from policies.chats.next_turn import LostTurn, StandIn  # chats of one turn have none
@@ -188,7 +187,7 @@ class Renderer:
 
     @cached_property
     def rewrites_turns(self) -> bool:
-        """Whether the template changes an earlier turn in a longer chat, as thinking ones do."""
+        """Whether the template changes earlier turns when a chat goes on (it drops thoughts)."""
         return self._outlines.rewrites_turns()
 
     @property
@@ -201,8 +200,8 @@ class Renderer:
     def _encode(self, pieces: Sequence[Piece], texts: list[str], control: list[int]) -> Rendered:
         """Encode pieces filled with `texts`; `control` lists the allowed control tokens.
 
-        Encodes them as one text, like the model's training data, if every control token starts in
-        the template's text; else piece by piece, with control tokens of contents as plain text.
+        If no content contains a control token, the pieces are encoded as one text, like the model's
+        training data. Otherwise each piece is encoded separately, contents as plain text.
         """
         text, ends = "".join(texts), list(accumulate(map(len, texts)))
         ids, offsets = self._encoder.encode(text)
@@ -228,9 +227,9 @@ class Renderer:
     def _encode_rewritten(
         self, messages: Sequence[Message], prompt: bool, last_turn: bool
     ) -> tuple[Rendered, str]:
-        """Encode a chat whose contents the template changes; they must not hold control tokens.
+        """Encode a chat whose contents the template edits; they must not contain control tokens.
 
-        Returns a mask without tokens and its fault where the turns cannot be found.
+        If its turns cannot be found, return a mask without tokens and the reason.
         """
         text, tags = self._outlines.text(messages, prompt, last_turn)
         ids, offsets = self._encoder.encode(text)

@@ -1,10 +1,9 @@
 """Choose the chat template of a tokenizer.
 
-An explicit template has priority over a name, a name over the tokenizer's own, which has priority
-over ChatML with a warning. The named ones are the .jinja files of this folder: each writes a turn
-independent of later ones, strips no white space, and refuses roles that it cannot write.
-
-Left out on purpose: guessing a family from a model's name. The tokenizer's own template is exact.
+Order: an explicit template, a named one, the tokenizer's own, ChatML with a warning. The named
+templates are the .jinja files of this folder: each writes a turn independently of later turns,
+strips no white space, and refuses roles that it cannot write. Nothing is guessed from a model's
+name, because the tokenizer's own template is exact.
 """
 
 import re
@@ -33,9 +32,9 @@ class Template:
 
 # Variables of every chat, and unsupported ones.
 RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
-SETTING = r"\{%-? set (\w+) = .*? %\}\n"  # as `with_variables` writes it
+SETTING = r"\{%-? set (\w+) = .*? %\}\n"  # a line that `with_variables` writes
 CALL = r"strftime_now\s*\(\s*(?:format\s*=\s*)?(['\"])(.*?)\1\s*\)"  # the argument is a text
-_DAY: list[str | None] = [None]  # of the run in this process
+_DAY: list[str | None] = [None]  # date of the run in this process
 _GPT2 = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
 _DEEPSEEK = {
     "bos_token": "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
@@ -50,7 +49,7 @@ KNOWN = {  # the .jinja files and their special tokens
     "falcon": _GPT2,
     "dialogpt": _GPT2,
 }
-ADDED: dict[str, Template] = {}  # by add_chat_template
+ADDED: dict[str, Template] = {}  # filled by add_chat_template
 
 
 def find_template(
@@ -58,7 +57,7 @@ def find_template(
 ) -> Template:
     """Return the template to use; `chat_template` is a Jinja text, a file or a name.
 
-    Raises ValueError for an unknown name.
+    Raise ValueError for an unknown name.
     """
     if chat_template_name is not None and _named(chat_template_name) is None:
         raise ValueError(f"expected chat_template_name in {_names()}, got {chat_template_name!r}")
@@ -80,7 +79,7 @@ def find_template(
 def with_variables(text: str, variables: Mapping[str, Any]) -> str:
     """Prepend defaults of variables to a template, so that they are saved with it.
 
-    Raises ValueError for a variable that the template does not read.
+    Raise ValueError for a variable that the template does not read.
 
     >>> with_variables("{{ 'no' if thinking is false }}", {"thinking": False})
     "{%- set thinking = thinking | default(False) %}\\n{{ 'no' if thinking is false }}"
@@ -98,7 +97,7 @@ def with_variables(text: str, variables: Mapping[str, Any]) -> str:
 
 @contextmanager
 def dated(day: str | None) -> Iterator[None]:
-    """Let templates of the block write this day, YYYY-MM-DD, in place of today; None = today."""
+    """Make templates write this day, YYYY-MM-DD, inside the block; None = today."""
     before, _DAY[0] = _DAY[0], day
     try:
         yield
@@ -107,7 +106,7 @@ def dated(day: str | None) -> Iterator[None]:
 
 
 def fix_date(text: str) -> str:
-    """Return a template whose calls of strftime_now are the day of `dated`, else today.
+    """Return a template with calls of strftime_now replaced by the day of `dated`, else today.
 
     transformers would read the clock in each call.
 
@@ -147,7 +146,7 @@ def add_chat_template(
 
 
 def read_template(chat_template: str) -> str:
-    """Return the Jinja text of a name or a file, or a Jinja text itself; else ValueError.
+    """Return the Jinja text of a name or a file, or a Jinja text itself; else raise ValueError.
 
     >>> read_template("falcon")[:27], read_template("{{ messages[0]['content'] }}")[:11]
     ('{%- for message in messages', '{{ messages')

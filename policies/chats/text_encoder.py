@@ -1,10 +1,10 @@
 """Encode text with a tokenizer, with control tokens or without any.
 
-A *control token* is a special token, or another added token that the template marks turns with
-(`Outlines.find_markers`). Contents cannot hold one; they may hold other added tokens, such as
-<think> and <tool_call> where these are not special.
+A *control token* is a special token, or another added token with which the template marks turns
+(`Outlines.find_markers`). Contents never encode to one; they may encode to other added tokens, such
+as <think> and <tool_call> where these are not special.
 
-Left out on purpose: slow tokenizers, which give no offsets.
+Not supported: slow tokenizers, because they return no offsets.
 """
 
 import json
@@ -47,7 +47,7 @@ class Encoder:
     def _content_tokenizer(self) -> tuple[Tokenizer, dict[int, int]]:
         """Return a tokenizer without control tokens, and the ids of its added tokens.
 
-        It encodes parts of a text, so it must not insert the blank of a first word before each.
+        It encodes parts of a text, so it must not insert a blank before the first word of each.
         """
         spec = json.loads(self._tokenizer.to_str())
         ordinary = [t for t in spec["added_tokens"] if t["id"] not in self.control]
@@ -58,7 +58,7 @@ class Encoder:
         return copy, {copy.token_to_id(t["content"]): t["id"] for t in ordinary}
 
     def encode_content(self, text: str) -> list[int]:
-        """Return ids of `text` none of which is a control token."""
+        """Return the ids of `text` without control tokens."""
         tokenizer, added = self._content_tokenizer
         ids = [added.get(i, i) for i in tokenizer.encode(text, add_special_tokens=False).ids]
         if self.find_control(ids):

@@ -5,9 +5,9 @@ from typing import Any
 
 from policies.chats.messages import Message
 
-CALL_ID = "call00000"  # of the form that Mistral expects
+CALL_ID = "call00000"  # nine letters or digits, as Mistral expects
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-WRITTEN = ("tools", "tool_calls", *THOUGHTS)  # keys whose loss is an error
+WRITTEN = ("tools", "tool_calls", *THOUGHTS)  # if a message has one, it must be written
 
 
 def make_call(name: str, arguments: Any) -> Message:

@@ -1,8 +1,8 @@
 """vLLM in this process as sampler and scorer: ids in, ids and log-probs out.
 
-A `VLLMEngine` takes the place of TransformersWrapper's Scorer. Prompts and sequences are token ids;
-text is used for stop texts only. The engine gets weights by reference.
-An engine in another process or on another host: vllm_server.py.
+A `VLLMEngine` takes the place of a policy's Scorer. Prompts and sequences are token ids; only stop
+texts are text. The engine gets weights by reference. vllm_server.py is for engines in another
+process or on another host.
 """
 
 import os
@@ -33,19 +33,19 @@ PROMPT_TOKENS_PER_BATCH = 2**16  # prompt tokens per CPU batch; a longer prompt 
 
 @dataclass(frozen=True)
 class EngineResponse:
-    """vLLM's result for a row: sampled ids and log-probs, or the log-probs of the row."""
+    """vLLM's result for a row: sampled ids and their log-probs, or log-probs of the given ids."""
 
     ids: Sequence[int]
     log_probs: Sequence[float]
     ended: bool
-    scores: Sequence[float]  # of every token but the first, if requested
+    scores: Sequence[float]  # log-prob of every token but the first, if requested
 
 
 class VLLMEngine(nn.Module):
     """Sample and score with a `vllm.LLM`.
 
-    Log-probs are those of the sampling distribution, so the engine's `logprobs_mode` must be
-    "processed_logprobs" unless sampling is unchanged: temperature 1 and no filters.
+    Log-probs belong to the sampling distribution, so the engine's `logprobs_mode` must be
+    "processed_logprobs", unless temperature is 1 and there are no filters.
     """
 
     folder: str
@@ -54,9 +54,9 @@ class VLLMEngine(nn.Module):
     mode: str  # which log-probs it returns
     config: Any
     generation_config: Any
-    adapter: Any = None  # peft's config of a LoRA; then new weights are the adapter's alone
+    adapter: Any = None  # peft's config of a LoRA; then new weights are only the adapter's
     lora: Any = None  # the adapter loaded in vLLM, under vLLM's name
-    seeded: bool = True  # each row; else vLLM draws for the rows of a batch at once
+    seeded: bool = True  # each row has a seed; False: vLLM draws for the rows of a batch at once
 
     def __init__(self, llm: Any) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ class VLLMEngine(nn.Module):
         for name, value in facts.items():
             setattr(self, name, value)
         self.about = f"{about}, {str(self.dtype).removeprefix('torch.')}"
-        self.device = torch.device("cpu")  # of input and output ids
-        self.tolerance: float | None = None  # of a probe, nats; None = by dtype
+        self.device = torch.device("cpu")  # device of input and output ids
+        self.tolerance: float | None = None  # largest difference at a probe, nats; None = by dtype
 
     def params(self, *, temperature: float, **more: Any) -> partial[Any]:
         """Return a function from seed to vLLM's sampling parameters; `more` are further fields."""
@@ -93,7 +93,7 @@ class VLLMEngine(nn.Module):
         make = partial(
             self._params,
             temperature=temperature,
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # only of the sampled token
             ignore_eos=True,  # stop_token_ids include it
             detokenize=bool(more.get("stop")),
             skip_special_tokens=False,  # a stop text may contain special tokens
@@ -111,7 +111,7 @@ class VLLMEngine(nn.Module):
         sampling = [params(seed=seed if self.seeded else None) for seed in seeds]
         self._check_lengths(prompts, params.keywords["max_tokens"])
         if not self.seeded:
-            torch.manual_seed(sum(seeds) % 2**62)  # for vLLM in this process; ranks differ
+            torch.manual_seed(sum(seeds) % 2**62)  # read by vLLM in this process; ranks differ
         responses = self._run(prompts, sampling)
         return Sampled.of_rows(
             [torch.tensor(r.ids, dtype=torch.int64) for r in responses],
@@ -145,13 +145,13 @@ class VLLMEngine(nn.Module):
     def update_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Load new weights, named as in the model's checkpoint, and clear the prefix cache.
 
-        With `adapter` the weights are the adapter's, named as in `policies.models.lora`.
+        If `adapter` is set, the weights are the adapter's, named as in `policies.models.lora`.
         """
         if self.adapter is not None:
             self._take_adapter(dict(named))
         else:
             alone = self.llm.llm_engine.vllm_config.parallel_config.world_size == 1
-            weights = iter(named) if alone else list(named)  # a list can go to other processes
+            weights = iter(named) if alone else list(named)  # an iterator cannot be pickled
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept keys and values of the old weights: is it generating?")
@@ -173,8 +173,6 @@ class VLLMEngine(nn.Module):
         done = self._run(rows, [params] * len(rows))
         return [torch.tensor(response.scores, dtype=torch.float32) for response in done]
 
-    # Calls of vLLM.
-
     def _params(self, **fields: Any) -> Any:
         return _vllm().SamplingParams(flat_logprobs=True, **fields)  # vLLM checks the ranges
 
@@ -187,7 +185,7 @@ class VLLMEngine(nn.Module):
 
     @contextmanager
     def _tempered(self, temperature: float) -> Iterator[None]:
-        """Scale all logits inside; vLLM has no temperature for the log-probs of a prompt."""
+        """Scale all logits inside the block: vLLM has no temperature for log-probs of a prompt."""
         if temperature == 1:
             yield
             return
@@ -198,7 +196,7 @@ class VLLMEngine(nn.Module):
             self.llm.apply_model(partial(_scale, factor=temperature))
 
     def _check_lengths(self, rows: Sequence[Tensor], new: int) -> None:
-        """Raise if a row and `new` further tokens exceed the engine's context."""
+        """Raise ValueError if a row and `new` further tokens exceed the engine's context."""
         longest = max(map(len, rows), default=0)
         if longest + new > self.limit:
             raise ValueError(f"{longest} + {new} tokens exceed vLLM's max_model_len={self.limit}")
@@ -214,7 +212,7 @@ def load_engine(
 ) -> VLLMEngine:
     """Load an engine in this process from a folder, an embedded model or a hub id.
 
-    `engine` are arguments of vllm.LLM; on a CPU the default is to compile nothing.
+    `engine`: arguments of vllm.LLM; on a CPU nothing is compiled by default.
     """
     LLM, files = _vllm().LLM, find_model(str(model), source=source)
     settings = {
@@ -228,7 +226,7 @@ def load_engine(
         most = getattr(config, "max_position_embeddings", PROMPT_TOKENS_PER_BATCH)
         together = max(PROMPT_TOKENS_PER_BATCH, engine.get("max_model_len") or most)
         settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": together}
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # errors are raised
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # errors are raised anyway
     before = os.environ.get(IN_PROCESS)
     states = random.getstate(), np.random.get_state()  # an engine in this process seeds all of them
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []  # this rank's

@@ -1,6 +1,6 @@
 """The policy on vLLM, which samples and scores (see vllm_engine.py).
 
-Rendering, masks and containers are those of ChatPolicy.
+ChatPolicy has the rendering, the masks and the containers.
 """
 
 import copy
@@ -22,7 +22,7 @@ from policies.padding import unpad
 from policies.protocols import Policy
 from policies.sampler import Sampled
 
-# Largest allowed difference of log-probs for the same weights, nats: of the probe's rarest token.
+# Largest allowed difference of log-probs for the same weights, nats, at the probe's rarest token.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 
 
@@ -52,7 +52,7 @@ class VLLMPolicy(ChatPolicy):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of input and output ids; vLLM chooses that of the weights."""
+        """Return the device of input and output ids; vLLM chooses the device of the weights."""
         return self.scorer.device
 
     @property
@@ -62,12 +62,12 @@ class VLLMPolicy(ChatPolicy):
 
     @property
     def takes_trained(self) -> bool:
-        """Return whether it loads the trained weights only, with LoRA the adapter."""
+        """Return whether it loads only the trained weights, with LoRA the adapter."""
         return self.scorer.adapter is not None
 
     @property
     def copies(self) -> int:
-        """Return the number of servers with the weights; 1 in this process."""
+        """Return the number of servers, each with all weights; 1 for an engine in this process."""
         return len(getattr(self.scorer, "servers", ())) or 1
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -82,7 +82,7 @@ class VLLMPolicy(ChatPolicy):
 
 
 def _longest(policy: Policy) -> int | None:
-    """Return the most tokens of a prompt, also of a later turn, and its response; None = any."""
+    """Return the largest number of tokens of prompt and response in any turn; None = no limit."""
     prompt, new = policy.limits.max_prompt_tokens, policy.limits.max_new_tokens
     return prompt and max(32, prompt + new)  # `trainer.weight_sync` scores 16
 
@@ -114,8 +114,8 @@ def make_vllm_generator(
 
     It is in this process, on the rank's device, unless `url` names vLLM servers, which divide the
     responses and all read new weights from `folder`.
-    dtype: of the copy, by default the policy's compute dtype. tolerance: nats, see
-    `trainer.weight_sync`; by default that of the coarser dtype. seeded: give each row a seed.
+    dtype: dtype of the copy, by default the policy's compute dtype. tolerance: nats, see
+    `trainer.weight_sync`; by default TOLERANCE of the coarser dtype. seeded: give each row a seed.
     `engine`: see `load_engine`.
     """
     urls = [url] if isinstance(url, str) else url or []

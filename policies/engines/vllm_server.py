@@ -1,10 +1,10 @@
 """vLLM as separate servers, `vllm serve` on this or other nodes: token in, token out, by HTTP.
 
-Weights go through a folder that all sides see and each server reloads (vLLM's /collective_rpc of
-reload_weights, between /pause and /resume). With --enable-lora, the adapter of a LoRA is sent
-alone. Requests beyond OpenAI's protocol need VLLM_SERVER_DEV_MODE=1 and --enable-scale-out. This
-side does not need vllm.
-Left out on purpose: a temperature of scores; weights by NCCL.
+Weights are written into a folder that all sides see, and each server reloads them (vLLM's
+/collective_rpc of reload_weights, between /pause and /resume). With --enable-lora only the adapter
+of a LoRA is sent. Requests beyond OpenAI's protocol need VLLM_SERVER_DEV_MODE=1 and
+--enable-scale-out. This side does not need vllm. Not supported: scores at another temperature than
+1, because vLLM has none for prompts; weights by NCCL, which need a process group with the servers.
 """
 
 import shutil
@@ -26,16 +26,16 @@ from policies.models.lora import base_weights, write_adapter
 from policies.models.weights import WeightStream
 
 VERSIONS = ("0.32.", "0.33.")  # as in pyproject.toml; vLLM does not promise these calls
-MAX_REQUESTS = 256  # at a time to a server, which has its own queue
+MAX_REQUESTS = 256  # requests at a time to a server, which has its own queue
 CONNECT_SECONDS = 20
-REQUEST_SECONDS = 600  # for an answer
-LONGEST = 6 * 3600  # seconds for a response, its time in the server's queue included
-HEALTH_EVERY = 60  # seconds between questions about the health of a server that samples
+REQUEST_SECONDS = 600  # time-out of a request
+LONGEST = 6 * 3600  # seconds for a response, including its time in the server's queue
+HEALTH_EVERY = 60  # seconds between health checks of a server that samples
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --port {{port}} --dtype {dtype} --enable-scale-out "
     "--logprobs-mode processed_logprobs"
 )
-# Further words that let a server load the adapter alone; else leash sends merged weights.
+# More arguments that let a server load an adapter; otherwise leash sends merged weights.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM has kernels for
 ADAPTERS = ("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "--enable-lora --max-lora-rank {rank}")
 
@@ -53,9 +53,9 @@ class Server:
     def __call__(
         self, path: str, body: Any = None, *, method: str = "POST", timeout: float = REQUEST_SECONDS
     ) -> Any:
-        """Return the server's answer unchanged; RuntimeError with its message, or ConnectionError.
+        """Return the server's reply unchanged; `timeout`: seconds to wait for it.
 
-        `timeout`: seconds to wait for the answer.
+        Raise RuntimeError with the server's message, or ConnectionError.
         """
         limit = httpx.Timeout(timeout, connect=CONNECT_SECONDS)
         try:
@@ -68,7 +68,7 @@ class Server:
         return answer.json() if answer.content.startswith((b"{", b"[")) else None
 
     def ask(self, path: str, body: Any = None, **how: Any) -> Any:
-        """Return the server's answer during a run; ConnectionError with a remedy if it fails."""
+        """Return the server's reply during a run; raise ConnectionError with a remedy."""
         try:
             return self(path, body, **how)
         except (ConnectionError, RuntimeError) as error:
@@ -78,7 +78,7 @@ class Server:
             ) from error
 
     def facts(self, dtype: str) -> tuple[str, dict[str, Any]]:
-        """Return version and settings; ValueError unless it can sample for a run in this dtype."""
+        """Return version and settings; raise ValueError unless it can sample in this dtype."""
         try:
             version = str((self("/version", method="GET") or {}).get("version"))
             if not version.startswith(VERSIONS):
@@ -107,7 +107,7 @@ class VLLMServer(VLLMEngine):
     prompt share its cached prefix.
     """
 
-    shared = True  # by all ranks, which synchronise at each transfer
+    shared = True  # all ranks use it, so they synchronise at each transfer
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class VLLMServer(VLLMEngine):
                     server.refuse(f"--max-lora-rank {adapter.r} at least, got {most}")
             self.adapter = adapter
             self.under = lambda: WeightStream(base_weights(model), model=model)
-        self.group = None  # of the ranks that wait for rank 0, which sends the weights
+        self.group = None  # process group in which ranks wait for rank 0, which sends the weights
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             longest = timedelta(seconds=LONGEST)
             self.group = torch.distributed.new_group(backend="gloo", timeout=longest)
@@ -175,7 +175,7 @@ class VLLMServer(VLLMEngine):
                 shutil.rmtree(self.exchange, ignore_errors=True)
         else:
             for _, stream in streams:
-                deque(stream, maxlen=0)  # takes part in gathering
+                deque(stream, maxlen=0)  # take part in gathering
         if ranks:
             torch.distributed.broadcast_object_list(lora, group=self.group)
         self.lora = lora[0]
@@ -194,7 +194,7 @@ class VLLMServer(VLLMEngine):
         """Write weights into the folder, and let the servers read them while they are paused."""
         self._ask("/pause?mode=wait")
         # Include a tied head: without its name vLLM keeps the old one.
-        for number, (name, weight) in enumerate(weights):  # a file each: one weight in memory
+        for number, (name, weight) in enumerate(weights):  # a file per weight, one in memory
             save_file({name: weight.cpu().contiguous()}, folder / f"{number:06}.safetensors")
         where = {"weights_path": str(folder)}
         self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": where})
@@ -211,7 +211,7 @@ class VLLMServer(VLLMEngine):
             requests.append(server.pool.submit(self._one, server, *pair))
         waiting = set(requests)
         try:
-            while waiting:  # a request waits in a server's queue for any time
+            while waiting:  # a request may wait in a server's queue for a long time
                 done, waiting = wait(waiting, HEALTH_EVERY, return_when=FIRST_EXCEPTION)
                 for request in done:
                     request.result()  # raises its error

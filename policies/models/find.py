@@ -65,9 +65,9 @@ def find_model(model: str, *, source: str = "auto", above: tuple[Path, ...] = ()
     """Return the files of `model`: a folder, "tiny" or a hub id; download them if necessary.
 
     Order: folder, tiny model, embedded copy, local hub cache, hub. `source="hub"` skips the
-    embedded copy. A missing model is a one-line ValueError; HF_HUB_OFFLINE is honoured. A folder
-    or hub id with an adapter of peft is the base that it names with the adapter merged; `above`
-    are the adapters that have it as their base.
+    embedded copy; HF_HUB_OFFLINE is honoured. For a folder or hub id with an adapter of peft,
+    return its base with the adapter merged; `above`: the adapters that have it as their base.
+    Raise a one-line ValueError if the model is not found.
 
     >>> find_model("tiny").origin
     'tiny'
@@ -130,7 +130,7 @@ def _convert(gguf: Path, folder: Path) -> dict[str, Any]:
         vars(model.config).pop("_model_name_or_path", None)
         model.config._name_or_path = model.name_or_path = EMBEDDED
         tokenizer.name_or_path = EMBEDDED
-        for name in ("is_local", "local_files_only"):  # how it was loaded, no property of it
+        for name in ("is_local", "local_files_only"):  # how it was loaded, not what it is
             tokenizer.init_kwargs.pop(name, None)
         save_on_any_rank(model, folder)
         tokenizer.save_pretrained(folder)
@@ -142,7 +142,7 @@ def merge_adapter(
 ) -> ModelFiles:
     """Return the base of a peft adapter with the adapter merged: an ordinary folder in the cache.
 
-    The tokenizer is the adapter's, if its folder has one, else the base's. ValueError if the
+    The tokenizer is the adapter's, if its folder has one, else the base's. Raise ValueError if the
     adapter lacks weights or is among `above`, the adapters that have it as their base.
     """
     if folder.resolve() in above:
@@ -192,7 +192,7 @@ def no_reward_model(model: str) -> str | None:
 
 
 def is_classifier(folder: Path) -> bool:
-    """Return whether a folder has a model with a head for sequences, as reward models of the hub.
+    """Return whether a folder has a sequence classifier, as reward models of the hub are.
 
     Its config names such a class of transformers.
     """
@@ -244,7 +244,7 @@ def no_model(model: str) -> str | None:
 
 
 def hash_weights(folder: Path) -> str:
-    """Return the sha256 of a folder's weights: of the file, or of the list of the files' hashes.
+    """Return the sha256 of a folder's weights: of the one file, or of the list of files' hashes.
 
     Files in the hub's cache are named by their sha256 and are not read.
     """
@@ -272,12 +272,12 @@ def load_model(
 ) -> "PreTrainedModel":
     """Load a causal language model in eval mode, dropout 0, on the CPU by default.
 
-    dtype: a name of torch, or "auto" for that of the file.
+    dtype: a name of torch, or "auto" for the file's dtype.
     classifier: load it with its head for sequences.
-    attn_implementation: of transformers, with its errors; None = sdpa if the class has it.
+    attn_implementation: passed to transformers; None = sdpa if the class has it.
     kernels: use policies/models/fast/: its layers, and on a CPU its attention in place of sdpa,
     where they compute what the model's own classes compute.
-    Missing or quantised weights, or a model that is not a causal language model, are a ValueError.
+    Raise ValueError if weights are missing or quantised, or if it is not a causal language model.
     """
     import torch
     from transformers import (
@@ -343,7 +343,7 @@ def load_tokenizer(files: ModelFiles) -> "PreTrainedTokenizerFast":
     from transformers import AutoConfig, AutoTokenizer
 
     local = {"local_files_only": True, "trust_remote_code": False}
-    if not any((files.folder / name).is_file() for name in VOCABULARIES):  # else it loads empty
+    if not any((files.folder / name).is_file() for name in VOCABULARIES):  # it would load empty
         raise ValueError(f"{files.folder}: expected a tokenizer ({' or '.join(VOCABULARIES)})")
     with quiet(), readable(files.folder, "config.json"):
         rows = AutoConfig.from_pretrained(files.folder, **local).get_text_config().vocab_size

@@ -3,11 +3,11 @@
 y = W x + alpha/r * B A x, where only A [r, in] and B [out, r] are trained, in float32. B starts at
 0: without the adapter the model is the one that training started from. Experts, whose matrices are
 one parameter [experts, out, in], have an A and a B each. peft inserts its layers into the model
-without changing its class, so scorer and sampler need no special case.
+without changing its class, so scorer and sampler need no special case. An adapter as policy.model
+is merged (`policies.models.find.merge_adapter`); a new one then starts at 0.
 
-Left out on purpose: adapters of embeddings, of the output head (the scorer reads the head's
-weights) and of routers that are no linear layers; dropout, quantised weights. An adapter as
-policy.model is merged (`policies.models.find.merge_adapter`); a new one then starts at 0.
+Not supported: adapters of embeddings and of the output head, because the scorer reads the head's
+weights; routers that are not linear layers; dropout, because scores would be random.
 """
 
 import copy
@@ -54,10 +54,10 @@ def add_adapter(
 ) -> float:
     """Freeze a model and insert a trainable adapter of rank `r`.
 
-    Return the share of the weights in matrices, but embeddings and head, that have no adapter.
+    Return the share of the weights in matrices, except embeddings and head, without an adapter.
     target_modules: names of linear layers (q_proj, down_proj, ...) and of expert parameters
-    (gate_up_proj); None: all but the output head. Weights that are frozen before get none: a text
-    never reaches them.
+    (gate_up_proj); None: all but the output head. Weights that are frozen before get none, because
+    a text never reaches them.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -79,7 +79,7 @@ def add_adapter(
         parameters += [f"{name}.weight" for name in renamed]
     targets = {_last(name) for name in layers}
     if any(_last(name) in targets for name, _ in model.named_modules() if name not in layers):
-        targets = layers  # in a tower of images, say
+        targets = layers  # for example in an image encoder
     config = LoraConfig(
         r=r,
         lora_alpha=alpha,
@@ -125,8 +125,8 @@ def _linear_layers(model: Any) -> dict[str, Any]:
 def read_by(module: nn.Module) -> Collection[str]:
     """Return the names of the linear layers of a module whose weights its own code reads.
 
-    Of a Mamba layer, known by its parameters A_log and D, the fused kernels do: version 1 reads
-    dt_proj, version 2, which has none, out_proj.
+    The fused kernels of a Mamba layer (recognised by its parameters A_log and D) read dt_proj in
+    version 1, and out_proj in version 2, which has no dt_proj.
     """
     if {"A_log", "D"} <= {name for name, _ in module.named_parameters(recurse=False)}:
         return ("dt_proj",) if hasattr(module, "dt_proj") else ("out_proj",)
@@ -135,7 +135,7 @@ def read_by(module: nn.Module) -> Collection[str]:
 
 @torch.no_grad()
 def _multiplies(layer: Any) -> bool:
-    """Return whether a class derived from nn.Linear computes W x + b; routers also choose."""
+    """Return whether a subclass of nn.Linear computes W x + b; routers also choose experts."""
     x = torch.ones_like(layer.weight[:1])  # [1, in]
     out = layer(x)
     return isinstance(out, Tensor) and is_close(out, F.linear(x, layer.weight, layer.bias))
@@ -152,7 +152,7 @@ def _experts(model: nn.Module) -> list[str]:
 
 
 def _check_merge(model: Any) -> None:
-    """Raise ValueError if an adapter cannot be added to its weight; of equal layers try one."""
+    """Raise ValueError if an adapter cannot be added to its weight; try one of equal layers."""
     base, tried = base_weights(model), set()
     for name, layer in _layers(model).items():
         adapted = _adapted_name(name, layer)
@@ -178,13 +178,13 @@ def matrices(model: Any) -> dict[str, nn.Parameter]:
         if p.requires_grad
         and p.ndim > 1
         and min(p.shape[-2:]) > 1
-        and not name.endswith("bias")  # of experts: one row each
+        and not name.endswith("bias")  # biases of experts: a row per expert
         and id(p) not in left_out
     }
 
 
 def adapted_weights(model: nn.Module) -> set[str]:
-    """Return the names of the weights that the adapter changes, as without it."""
+    """Return the names, as without an adapter, of the weights that the adapter changes."""
     return {_adapted_name(name, layer) for name, layer in _layers(model).items()}
 
 
@@ -193,7 +193,7 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 
 def trained_weights(model: nn.Module, adapter: str | None = TRAINED) -> dict[str, nn.Parameter]:
-    """Return the weights of an adapter; their names leave out the adapter's name."""
+    """Return the weights of an adapter by name, without the adapter's name in it."""
     parts = ((name.split(f".{adapter}.", 1), p) for name, p in model.named_parameters())
     return {".".join(name): p for name, p in parts if len(name) == 2 and ".lora_" in name[0]}
 
@@ -247,9 +247,9 @@ class AdapterScorer(Scorer):
 
 
 def reference_scorer(scorer: Scorer, *, moves: bool) -> AdapterScorer:
-    """Return the scorer of a reference on the policy's model: the model without its adapter.
+    """Return the scorer of a reference on the policy's model, without its adapter.
 
-    If the adapter is not at zero any more, or the reference `moves`, with a copy of the adapter.
+    With a frozen copy of the adapter, if it is not at zero any more or the reference `moves`.
     """
     bare = is_zero(scorer.model) and not moves
     return AdapterScorer(scorer, None if bare else freeze_copy(scorer.model))
@@ -263,7 +263,7 @@ def base_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def _plain_name(name: str) -> str:
     """Return the name that a layer or weight has without an adapter."""
-    return re.sub(r"(\.base_layer)+(?=\.|$)", "", name)  # a layer for each parameter of experts
+    return re.sub(r"(\.base_layer)+(?=\.|$)", "", name)  # experts: a layer per parameter
 
 
 def _adapted_name(name: str, layer: Any) -> str:
@@ -284,7 +284,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_adapter(model: Any, folder: Path, *, base: str = "") -> None:
-    """Write the adapter as peft does; `base` is the sha256 of the weights it belongs to."""
+    """Write the adapter as peft does; `base`: sha256 of the weights that it belongs to."""
     write_adapter(trained_weights(model), adapter_config(model), folder, base=base)
 
 
@@ -313,7 +313,7 @@ def write_adapter(
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: Path, *, base: str = "") -> None:
-    """Read what `save_adapter` wrote; another base or other layers are a ValueError."""
+    """Read what `save_adapter` wrote; raise ValueError for another base or other layers."""
     from safetensors import safe_open
 
     mine, path = trained_weights(model), folder / WEIGHTS
@@ -340,7 +340,7 @@ class AdapterWeights(ModelWeights):
         self.adapter = adapter
 
     def stream(self, *, trained: bool = False, half: torch.dtype | None = None) -> WeightStream:
-        """Return the weights of the merged model, or those of the adapter if `trained`."""
+        """Return the weights of the merged model, or only the adapter's if `trained`."""
         if trained:
             return super().stream(trained=True, half=half)
         changed = partial(merged_weights, self.model)
@@ -356,7 +356,7 @@ class AdapterWeights(ModelWeights):
 
     def ordinary_model(self) -> Any:
         """Return an ordinary model with the adapter merged."""
-        with torch.device("meta"):  # no second copy of weights that are only written
+        with torch.device("meta"):  # without memory: the weights are only written
             plain = type(self.model)(self.model.config)
         plain.load_state_dict(dict(merged_weights(self.model)), assign=True)
         plain.tie_weights()
@@ -364,7 +364,7 @@ class AdapterWeights(ModelWeights):
         return plain
 
     def export(self, folder: Path, tokenizer: Any, *, base: str = "") -> None:
-        """Write the merged model, and the adapter in a subfolder so as not to apply it twice."""
+        """Write the merged model; the adapter is in a subfolder, so that none applies it twice."""
         super().export(folder, tokenizer)
         save_adapter(self.model, folder / "adapter", base=base)
         make_readable(folder)

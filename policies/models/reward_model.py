@@ -40,10 +40,9 @@ class GPT2RewardModel(nn.Module):
     """Score token by token with the body of a GPT-2, or of any other causal language model.
 
     `model_path`: a folder, a hub id or a loaded model, whose body is then shared; None is a GPT-2
-    with random weights. The head has width 1: that of a ForSequenceClassification with one score,
-    or a new one with random weights unless `save_pretrained` wrote the folder. Without an
-    attention mask the run of `pad_token_id` (default: the model's pad, else its EOS) at the end
-    of a row is padding.
+    with random weights. The head has width 1. It is loaded from a ForSequenceClassification with
+    one score or from a folder that `save_pretrained` wrote, otherwise random. Without an attention
+    mask the `pad_token_id`s (default: the model's pad, else its EOS) at a row's end are padding.
 
     >>> from policies.load import load_policy
     >>> reward_model = GPT2RewardModel(load_policy("tiny").model)
@@ -101,7 +100,7 @@ class GPT2RewardModel(nn.Module):
     def save_pretrained(self, folder: str | Path, *, save_original_format: bool = False) -> None:
         """Write config, body and head into a folder that `model_path` takes.
 
-        save_original_format: of transformers, without effect: names are those of the modules.
+        save_original_format: an argument of transformers, ignored: names are the modules' names.
         """
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.config.save_pretrained(folder)
@@ -145,7 +144,7 @@ def _load(model: Any) -> nn.Module:
 
 
 def _attended(ids: Tensor, mask: Tensor | None, pad_token_id: int | None) -> Tensor:
-    """Return the bool mask; without one, all but the run of pad ids at the end of each row."""
+    """Return the bool mask; without one, all tokens but the pad ids at the end of each row."""
     if mask is not None:
         return mask.bool()
     if pad_token_id is None:
@@ -192,7 +191,7 @@ def ids_to_end(
 ) -> Tensor:
     """Return the ids of a chat to the end of its last turn; a cut turn ends in its last token.
 
-    `rendered`: with what the template writes after a complete turn.
+    `rendered`: keep the text that the template writes after a complete turn.
     """
     done = renderer.render(chat, require_assistant=True)
     if rendered and complete:
@@ -212,7 +211,7 @@ class ChatRewards:
 
     def __init__(self, folder: str | Path, *, limit: int = 2**15) -> None:
         files = find_model(str(folder))
-        if fault := no_reward_model(str(files.folder)):  # its head would be random
+        if fault := no_reward_model(str(files.folder)):  # else the head would be random
             raise ValueError(fault)
         self.rendered = is_classifier(files.folder)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -238,7 +237,7 @@ class ChatRewards:
 def load_reward_model(model: str, **options: Any) -> TransformersPolicy:
     """Load `model` as a policy for the trainer, with a reward model on its body.
 
-    Arguments are those of `load_policy`; the result cannot generate.
+    Arguments: see `load_policy`. The result cannot generate.
     """
     policy = load_policy(model, **options)
     if has_adapter(policy.model):

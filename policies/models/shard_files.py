@@ -1,8 +1,7 @@
-"""Tensors in the parts of their ranks: each rank writes and reads its own by torch's DCP.
+"""Sharded tensors in files: each rank writes and reads its part by torch.distributed.checkpoint.
 
-The files are safetensors with the place of each part in their headers, without pickles. Any number
-of ranks reads what any other has written (`torch.distributed.checkpoint` computes the overlaps);
-no rank has a full tensor in memory, unless it wants one.
+The files are safetensors, without pickles; their headers have the place of each part. The number of
+ranks that read may differ from the number that wrote. No rank needs a full tensor in memory.
 """
 
 import warnings
@@ -27,8 +26,8 @@ from policies.models.find import TAKE_CHECKPOINT, check_finite
 from policies.models.weights import check_base, local, misfit
 from policies.scorer import Scorer
 
-FILE = 2**29  # bytes; while a rank writes a file, its host has up to `COPIES` times as much
-COPIES = 3  # the tensors of a GPU, the bytes of each, and those of the file
+FILE = 2**29  # bytes; while a rank writes a file, its host needs up to `COPIES` times as much
+COPIES = 3  # tensors copied from the GPU, bytes of each tensor, bytes of the file
 
 
 @torch.no_grad()
@@ -72,7 +71,7 @@ class ShardFiles:
         self._read({f"{group}/{name}": target for name, target in targets.items()})
 
     def read_weights(self, scorer: Scorer, *, base: str) -> None:
-        """Fill the weights of a policy; those of another model, or another base, are an error."""
+        """Fill the weights of a policy; raise if they belong to another model or LoRA base."""
         weights = weights_of(scorer)
         if weights.needs_base:
             manifest = read_manifest(self.folder.parent) or {"about": {}}
@@ -94,7 +93,7 @@ class ShardFiles:
             if name not in self.shapes or self.shapes[name].shape != target.shape:
                 raise ValueError(misfit(self.folder, name))
         with warnings.catch_warnings(), _error_of_a_rank():
-            # It says that a process alone is one.
+            # The warning says that there is only one process.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(dict(targets), storage_reader=self.reader)
 
@@ -102,13 +101,13 @@ class ShardFiles:
 def names_in_scorer(scorer: Scorer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a model's tensors, each once, by the names that they have in its scorer."""
     every = [*scorer.state_dict(keep_vars=True).items(), *scorer.named_parameters()]
-    names = {id(tensor): name for name, tensor in every}  # of a tied weight the first
+    names = {id(tensor): name for name, tensor in every}  # a tied weight keeps one name
     return {names[id(tensor)]: tensor for tensor in tensors.values()}
 
 
 @contextmanager
 def _error_of_a_rank() -> Iterator[None]:
-    """Raise the error of one rank on all, in place of DCP's list of them."""
+    """Raise one rank's error on all ranks, in place of DCP's list of errors."""
     try:
         yield
     except CheckpointException as error:

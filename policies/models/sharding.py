@@ -1,14 +1,13 @@
 """Shard weights, gradients and moments over ranks with torch's FSDP2.
 
-A decoder layer is gathered at a time. The rest (embeddings, head, last norm) belongs to the root,
-the scorer, so that a tied head is complete in its forward. Weights are complete only inside
+Decoder layers are gathered one at a time. The rest (embeddings, head, last norm) belongs to the
+root, the scorer, so that a tied head is complete in its forward. Weights are complete only inside
 `forward`, `values`, `logits` and `within` of a sharded scorer, and all ranks must call these
 equally often: a rank without rows runs a dummy. Trained half-precision weights have float32
 masters in the shards and are half precision when gathered.
 
-With a mesh of two dimensions the shards lie over the second, and the first holds copies (HSDP).
-
-Left out on purpose: tensor and sequence parallelism.
+In a mesh of two dimensions the second has the shards and the first has copies (HSDP). Tensor and
+sequence parallelism are not supported: docs/scaling.md says where to stop.
 """
 
 import copy
@@ -52,7 +51,7 @@ def shard(scorer: Scorer, mesh: DeviceMesh, *, offload: bool = False) -> None:
     _become_sharded(scorer)
     for unit in (*layers, scorer):  # one by one, to avoid a second model in float32
         for p in unit.parameters() if half else ():
-            if not isinstance(p, DTensor):  # a host of many ranks has no room for float32
+            if not isinstance(p, DTensor):  # float32 may not fit on a host of many ranks
                 p.data = p.data.to(device_of(mesh)).float()
         fully_shard(unit, mp_policy=_gathered_in(half), **shares)
     for name in FORWARDS:
@@ -69,7 +68,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 def _fetch_in_order(scorer: Any) -> None:
     """Let a layer's backward prefetch the layer before it, independent of past forwards."""
-    # FSDP follows the forwards since the last backward, which differ by rank after sampling.
+    # FSDP follows the forwards since the last backward; after sampling these differ between ranks.
     critic = scorer.critic
     bodies = [scorer.model, *([critic.body] if critic is not None and critic.body else [])]
     chains: list[Any] = [decoder_layers(body) for body in bodies]
@@ -94,7 +93,7 @@ def _become_sharded(scorer: Scorer) -> None:
 
 
 def decoder_layers(scorer: Any) -> list[nn.Module]:
-    """Return the decoder layers of a scorer's model and critic; ValueError if there are none."""
+    """Return the decoder layers of a scorer's model and critic; raise ValueError without any."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [m for m in scorer.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -105,7 +104,7 @@ def decoder_layers(scorer: Any) -> list[nn.Module]:
 
 
 def _part(layers: list[nn.Module]) -> None:
-    """Give each layer separate parameters: a critic's body shares those that LoRA has frozen."""
+    """Give each layer separate parameters: a critic's body shares the weights that LoRA froze."""
     seen: set[int] = set()
     for layer in layers:
         ids = {id(p) for p in layer.parameters()}
@@ -136,7 +135,7 @@ def _gathered_in(half: torch.dtype | None) -> MixedPrecisionPolicy:
 
 
 class ShardedScorer(Scorer):
-    """Mixin of sharded scorers: the same methods, with gathered weights and equal forwards."""
+    """Mixin of sharded scorers: gathers the weights, runs equally many forwards on each rank."""
 
     owner: "ShardedScorer | None" = None  # the scorer whose weights it uses; None = itself
 
@@ -145,7 +144,7 @@ class ShardedScorer(Scorer):
         return call()
 
     def forward(self, tokens: Tensor, attention_mask: Tensor, keep=None, **how: Any) -> Any:
-        """Score as the base class does; without tokens to keep, run a dummy that counts 0."""
+        """Score as the base class does; without tokens to keep, run a dummy row with weight 0."""
         empty = not predicted(bare(attention_mask), bare(keep)).any()
         rows: tuple[Any, ...] = (tokens, attention_mask, keep)
         if empty:
@@ -165,7 +164,7 @@ class ShardedScorer(Scorer):
         return replace(done, **{n: x.clone() for n, x in results.items() if x._base is not None})
 
     def values(self, tokens: Tensor, attention: Tensor, keep: Tensor, *, group_id=None) -> Tensor:
-        """Return the values alone, as the base class does."""
+        """Return only the values, as the base class does."""
         if predicted(bare(attention), bare(keep)).any():
             return super().values(tokens, attention, keep, group_id=group_id)
         anchor = 0 * super().values(*_dummy(self.device)).sum()
@@ -203,7 +202,7 @@ class Unsharded(Placement):
 class Shards(Placement):
     """Every rank holds a part of every weight; trained weights are gathered in dtype `half`.
 
-    A full tensor has that dtype too, as without shards; a critic's head is float32.
+    Full tensors have this dtype too, as without shards; a critic's head is float32.
     """
 
     def __init__(self, scorer: Any, mesh: DeviceMesh, *, half: torch.dtype | None) -> None:
@@ -220,7 +219,7 @@ class Shards(Placement):
             yield
             return
         units = [m for m in self.scorer.modules() if isinstance(m, FSDPModule)]
-        self.scorer.within(lambda: None)  # runs the hooks that make it the root
+        self.scorer.within(lambda: None)  # runs the hooks that make the scorer FSDP's root
         self.gathered = True
         try:
             for unit in units:
@@ -235,7 +234,7 @@ class Shards(Placement):
 
     @contextmanager
     def full_tensors(self, *, fill: bool = True) -> Iterator[None]:
-        """Replace the shards by full CPU tensors, with values if `fill`; changes are lost."""
+        """Replace the shards by full CPU tensors inside the block, with values if `fill`."""
         self.scorer.reshard()
         swapped: dict[int, tuple[Any, nn.Parameter]] = {}
         places = []
@@ -256,7 +255,7 @@ class Shards(Placement):
 
     @contextmanager
     def forwards(self, count: int) -> Iterator[int]:
-        """Return the maximum of `count` over ranks; while all is gathered, `count` itself."""
+        """Return the maximum of `count` over ranks, or `count` while all weights are gathered."""
         if self.gathered:
             yield count
             return

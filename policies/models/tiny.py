@@ -34,7 +34,7 @@ There are three of them and they are in the house with the other people.
 def build_tiny(folder: Path) -> dict[str, str]:
     """Write the tiny checkpoint (model, tokenizer, template, EOS ids) into a folder.
 
-    Returns the entry for the cache's manifest. The global random state is unchanged.
+    Return the entry for the cache's manifest. The global random state is unchanged.
     """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
@@ -46,7 +46,7 @@ def build_tiny(folder: Path) -> dict[str, str]:
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=2,
-        num_attention_heads=2,  # of size 32, the least that vLLM has CPU kernels for
+        num_attention_heads=2,  # head size 32, the smallest for which vLLM has CPU kernels
         num_key_value_heads=2,
         max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
@@ -66,7 +66,7 @@ def build_tiny(folder: Path) -> dict[str, str]:
 
 
 def _tokenizer():
-    """Train the byte-level BPE: single digits, the frequent words of the corpus as one token."""
+    """Train the byte-level BPE; digits and frequent words of the corpus are one token each."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Save, load and name the weights of a model; those of an adapter are in lora.py."""
+"""Save, load and name the weights of a model; lora.py does this for an adapter."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,11 +26,11 @@ from policies.models.find import (
 class WeightStream:
     """Iterate over the names and full weights of a model, as in a published checkpoint.
 
-    One weight at a time is gathered from its shards, so all ranks iterate together; of weights
-    that the checkpoint has in other parts (its matrix of each expert), those of one layer.
-    local: what this rank holds of each weight. changed: iterates over them with a merged adapter.
+    One weight at a time is gathered from its shards, so all ranks iterate together. If a checkpoint
+    splits weights differently (a matrix per expert), the weights of one layer are gathered.
+    local: this rank's part of each weight. changed: iterates over them with a merged adapter.
     model: has transformers' conversion of the checkpoint; None if the names are final.
-    half: dtype of weights whose shards are float32 masters. `dtypes`: those of the full weights.
+    half: dtype of weights whose shards are float32 masters. `dtypes`: dtypes of the full weights.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ModelWeights:
         return dict(self.model.named_parameters())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint has of the model, by name; a tied weight has several names."""
+        """Return the model's tensors for a checkpoint, by name; a tied weight has several names."""
         return self.model.state_dict(keep_vars=True)
 
     def stream(self, *, trained: bool = False, half: torch.dtype | None = None) -> WeightStream:
@@ -113,7 +113,7 @@ class ModelWeights:
         self._write(folder, tokenizer)
 
     def _write(self, folder: Path, tokenizer: Any, *, published: bool = True) -> None:
-        """Write the ordinary model with the published names and parts, or those of its modules."""
+        """Write the ordinary model with the published names and parts, or the modules' names."""
         model = self.ordinary_model()
         if published and not getattr(model, "_weight_conversions", None):
             model._weight_conversions = None  # the default one: it was loaded from a checkpoint
@@ -131,12 +131,12 @@ class ModelWeights:
         self._write(folder / "model", tokenizer, published=False)
 
     def load(self, folder: Path, *, base: str = "") -> None:
-        """Load the output of `save` or `export`; weights of another model are a ValueError."""
+        """Load the output of `save` or `export`; raise ValueError for another model's weights."""
         _load_weights(self.model, folder)
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return a tensor with the parts of all ranks, which call this together."""
+    """Return the full tensor; all ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -163,7 +163,7 @@ def _load_weights(model: Any, folder: Path) -> None:
             raise ValueError(misfit(place, name))
         put(mine[name], weight)  # load_state_dict would run FSDP's hooks
         check_finite(place, {name: local(mine[name])}, remedy=TAKE_CHECKPOINT)
-        taken.add(id(mine[name]))  # a tied weight has no name of its own in a file
+        taken.add(id(mine[name]))  # a tied weight has only one name in a file
     if missing := [name for name, weight in mine.items() if id(weight) not in taken]:
         raise ValueError(misfit(place, missing[0]))
 
@@ -175,7 +175,7 @@ def _read_weights(folder: Path, mine: Mapping[str, Tensor]) -> Iterator[tuple[st
         with readable(path, "weights", remedy=TAKE_CHECKPOINT), safe_open(path, "pt") as file:
             path_of |= dict.fromkeys(file.keys(), path)
     is_checkpoint = (folder / "state.json").is_file()
-    if not is_checkpoint or path_of.keys() - mine.keys():  # published; once checkpoints were too
+    if not is_checkpoint or path_of.keys() - mine.keys():  # old checkpoints: published names
         files = ModelFiles(place, "folder", "")
         yield from load_model(files, dtype="auto", kernels=False).state_dict().items()
         return
@@ -185,7 +185,7 @@ def _read_weights(folder: Path, mine: Mapping[str, Tensor]) -> Iterator[tuple[st
 
 
 def check_base(folder: Path, *, expected: str, got: str) -> None:
-    """Raise ValueError for the adapter of other weights, named by their sha256."""
+    """Raise ValueError if an adapter belongs to other weights; both are sha256."""
     if expected != got:
         raise ValueError(f"{folder}: expected an adapter of {expected[:12]}, got {got[:12]}")
 

@@ -35,7 +35,7 @@ class BatchQueue:
     """Run functions on rows of several callers at once.
 
     A batch starts when `min_size` rows wait, or `timeout` seconds after the oldest call; it has at
-    most `max_size` rows (None = all that wait).
+    most `max_size` rows (None = all waiting rows).
 
     >>> BatchQueue(max_size=2)(lambda rows: [row + 1 for row in rows], [1, 2, 3])
     [2, 3, 4]
@@ -51,9 +51,9 @@ class BatchQueue:
         self._busy = False
 
     def __call__(self, run: Run, rows: Sequence[Any]) -> list[Any]:
-        """Return the result of `run` for each row; its errors reach the caller of the row only.
+        """Return the result of `run` for each row; only the row's caller gets its errors.
 
-        Rows run together with those of other callers with an equal `run`.
+        Rows are batched with rows of other callers that pass an equal `run`.
         """
         call, deadline = object(), time.monotonic() + self.timeout
         mine = [_Row(call, run, value) for value in rows]
@@ -85,7 +85,7 @@ class BatchQueue:
 
 
 def _work(batch: list[_Row]) -> None:
-    """Run a batch; if it fails, run each caller's rows alone, so that errors reach their caller."""
+    """Run a batch; if it fails, run each caller's rows alone, so that each gets its own error."""
     calls = dict.fromkeys(row.call for row in batch)
     try:
         results = batch[0].run([row.value for row in batch])

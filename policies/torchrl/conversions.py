@@ -1,7 +1,7 @@
 """Convert the containers of a chat into each other: texts, ids and messages.
 
-The containers (policies/chats/containers.py) call these functions and give the class of the result,
-`into`. A batch becomes a lazy stack of rows.
+The containers (policies/chats/containers.py) call these functions and pass the class of the result,
+`into`. The result for a batch is a lazy stack of rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -111,7 +111,7 @@ def _by_row(container: Any, make: Callable[[Any], Any]) -> Any:
     first = next(iter(fields.values()), None)
     if not isinstance(first, History) or first.ndim < 2:
         return make(container)
-    # a ChatHistory without a batch size may hold many chats
+    # A ChatHistory without a batch size may contain many chats.
     rows = [{name: history[i] for name, history in fields.items()} for i in range(len(first))]
     return lazy_stack([_by_row(type(container)(**row), make) for row in rows])
 
@@ -134,7 +134,8 @@ def _renderer(tokenizer: Any, template: str | None, name: str | None) -> Rendere
 def _written(chat: Any, render: Callable[..., Any]) -> dict[str, Any]:
     """Render the histories of one chat as strings or lists of ids.
 
-    The response is the part of `full` after the prompt; ValueError if `full` starts otherwise.
+    The response is the part of `full` after the prompt. Raise ValueError if `full` does not start
+    with the prompt.
     """
     chats = {name: history.messages() for name, history in _fields(chat).items()}
     done = {}
@@ -180,7 +181,7 @@ def _extract_responses_from_full_histories(
     """Return the messages that follow each prompt in the texts, [B, N], padded with role "<none>".
 
     A missing response becomes an assistant message without content. The template is chosen as in
-    `History.from_text`. Raises RuntimeError if a text holds fewer messages than its prompt.
+    `History.from_text`. Raise RuntimeError if a text has fewer messages than its prompt.
     """
     read = find_reader(tokenizer, None, chat_template_name)
     pairs = zip(text_full, prompt_histories.chats(), strict=True)

@@ -2,7 +2,7 @@
 
 The sampler implements the names in SAMPLER. Other fields of transformers' GenerationConfig and the
 arguments in OBJECTS go to the model's `generate`, which samples with torch's generator. Training
-refuses those, and everything that narrows the sampling distribution.
+refuses these options, and every option that narrows the sampling distribution.
 """
 
 import copy
@@ -25,14 +25,13 @@ ALIASES = {
     "stop_strings": "stop",
 }
 FILTERS = tuple(asdict(NO_FILTERS))
-# Implemented by the sampler.
 SAMPLER = (*FILTERS, "temperature", "do_sample", "max_new_tokens", "max_prompt_tokens", "stop")
 SAMPLER += ("max_rows",)
 SAMPLER += ("num_return_sequences", "eos_token_id", "pad_token_id", "skip_special_tokens")
 # Arguments of `generate` that are in no config.
 PROCESSORS = ("logits_processor", "prefix_allowed_tokens_fn")
 OBJECTS = (*PROCESSORS, "stopping_criteria", "assistant_model")
-# Options without a log-prob per token or a visible end of response, unless at this value.
+# option -> the only value at which each token has a log-prob and the response a visible end.
 UNFOLLOWED = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -45,7 +44,7 @@ UNFOLLOWED = {
 # Fields of saved configs that change no response.
 IDLE = ("bos_token_id", "output_scores", "return_dict_in_generate", "use_cache")
 IDLE += ("transformers_version",)
-# Defaults of a config's open fields, in place of the model's own config.
+# Defaults for fields that a config leaves open, in place of the model's own config.
 NEUTRAL = {
     "do_sample": False,
     "temperature": 1.0,
@@ -107,7 +106,7 @@ class GenerateKwargs(Limits):
         return None if count == 1 else count
 
     def unscored(self) -> list[str]:
-        """Return the options that change samples alone; scores depend on the temperature only."""
+        """Return the options that change samples but not scores, which have only a temperature."""
         return [*super().unscored(), *self.hf_only]
 
     @property
@@ -157,8 +156,8 @@ def follow(
     """Generate a response to each prompt [B, T], padded left, by transformers and its config.
 
     Log-probs come from the processed scores that a token was sampled from. `max_new_tokens` and
-    the EOS ids `ends` replace those of the config. Options without such log-probs are a ValueError
-    unless `log_probs=False`. `objects` are further arguments of `generate`.
+    the EOS ids `ends` replace the config's values. Raise ValueError for options without such
+    log-probs unless `log_probs=False`. `objects` are more arguments of `generate`.
     """
     for name, only in UNFOLLOWED.items() if log_probs else ():
         value = getattr(config, name, None)
@@ -182,7 +181,7 @@ def follow(
         values = torch.stack(columns, -1)
     played = until_end(response, ends)
     complete = torch.isin(response, response.new_tensor(sorted(ends))).any(-1)
-    if not log_probs:  # rows ended without an EOS token are padded
+    if not log_probs:  # rows that ended without an EOS token are padded
         filled = (response == pad_token_id).flip(-1).cumprod(-1).flip(-1).bool()
         played &= ~filled | complete[:, None]
     ids, values = response.masked_fill(~played, 0), values.masked_fill(~played, 0)

@@ -1,4 +1,4 @@
-"""What `History` has beyond a run: histories that grow, and chats rendered as text or tensors."""
+"""Methods of `History` that no run uses: histories that grow, chats as text or tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +51,7 @@ def render_history(
     ends = {"add_generation_prompt": add_generation_prompt}
 
     def render(chat: list[dict[str, Any]]) -> Rendered:
-        # an empty mask is correct for a chat without responses
+        # For a chat without responses an empty mask is correct.
         answered = any(message["role"] == "assistant" for message in chat)
         need = return_assistant_tokens_mask and answered
         return renderer.render(chat, **ends, require_assistant=need)

@@ -46,7 +46,7 @@ class InputReader:
         return self.policy.padded(attended(ids, masks, ragged=ragged), "left")
 
     def _prompt_masks(self, td: TensorDictBase, ids: list[Tensor]) -> list[Tensor] | None:
-        """Return the attention masks of prompts: an output's prompt fills its first columns."""
+        """Return the attention masks of prompts; in an output they are the mask's first columns."""
         masks = rows(td, self.policy.attention_mask_key)
         if masks is None:
             masks = rows(td, self.policy.key_of("masks", "all_attention_mask"))
@@ -56,8 +56,8 @@ class InputReader:
     def sequences(self, td: TensorDictBase, side: str = "left") -> Sequences:
         """Return the sequences at `full`: unchanged if dense, else padded on `side`.
 
-        Without ids, chats are rendered or texts tokenised. The assistant mask is that of the
-        rendered chats, else the td's, else that of a history whose ids are those of the td.
+        Without ids, chats are rendered or texts tokenised. The assistant mask comes from the
+        rendered chats, else from the td, else from a history that renders to the td's ids.
         """
         key = self.ids_key("full")
         ids = rows(td, key)
@@ -84,7 +84,8 @@ class InputReader:
     def parts(self, td: TensorDictBase, seq: Sequences) -> dict[str, Tensor]:
         """Return the known masks of prompt, response and assistant in td's sequences, [B, T] each.
 
-        The response starts with the sampled tokens, else after the prompt, else at the assistant's.
+        The response starts at the first sampled token, else after the prompt, else at the
+        assistant's tokens.
         """
         parts = {} if seq.assistant is None else {"assistant": seq.assistant & seq.attention}
         after = self.after_prompt(td, seq, self.prompt_key)
@@ -99,8 +100,8 @@ class InputReader:
     def _with_assistant(self, seq: Sequences, fresh: Sequences) -> Sequences:
         """Add the assistant mask of the td's history if it renders to exactly these ids.
 
-        A td without an attention mask may be padded all the same, on either side: the history's
-        own padding, and its mirror image, are tried too.
+        A td without an attention mask may still be padded on either side, so the history's padding
+        and its mirror image are tried too.
         """
         sizes = fresh.attention.sum(-1)  # [B]
         masks = [seq.attention]
@@ -117,7 +118,7 @@ class InputReader:
         return seq
 
     def mask_at(self, td: TensorDictBase, key: NestedKey, side: str = "left") -> Tensor | None:
-        """Return the mask at a key as bool [B, T], ragged ones padded on `side`; None without."""
+        """Return the mask at a key as bool [B, T], a ragged mask padded on `side`, or None."""
         mask = rows(td, key)
         if mask is None:
             return None
@@ -158,8 +159,6 @@ class InputReader:
         sizes = torch.tensor([len(row) for row in prompt], device=self.policy.device)[:, None]
         return seq.attention & (seq.attention.cumsum(-1) > sizes)
 
-    # Histories and texts.
-
     def _fresh(
         self, td: TensorDictBase, field: str, records: Records | None, side: str
     ) -> Sequences:
@@ -190,17 +189,15 @@ class InputReader:
             if masks and [len(mask) for mask in masks] == sizes:
                 tokens, keep = self.policy.padded(ids, side).tokens, self.mask_at(td, place, side)
                 return Sequences(tokens, keep)
-            if masks and place == key:  # the other key may hold masks of prompts
+            if masks and place == key:  # the other key may have masks of prompts
                 got = [len(mask) for mask in masks]
                 raise ValueError(f"expected {key} with an entry for each id, {sizes}, got {got}")
         return self.policy.padded(ids, side)
 
-    # Masks.
-
     def _mask_of(
         self, td: TensorDictBase, tokens: Tensor, key: NestedKey, side: str, *, strict: bool
     ) -> Tensor | None:
-        """Return the mask at a key, or None; a wrong shape is None too, an error if `strict`."""
+        """Return the mask at a key, or None; for a wrong shape raise ValueError if `strict`."""
         mask = self.mask_at(td, key, side)
         if mask is None or mask.shape == tokens.shape:
             return mask

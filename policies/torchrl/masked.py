@@ -3,9 +3,8 @@
 Letters: *B batch, C classes, I indices, *S sample shape, R rows (the product of *B). Scores have a
 column per class (dense) or per sorted index (sparse), so sparse work costs I instead of C. A class
 with probability 0 counts as masked. A row without a valid class has log-probs but neither mode nor
-samples.
-Left out on purpose: masks that broadcast; TorchRL's `sparse_mask` argument (`indices` are sparse,
-a `mask` is dense) and its removal of a last dimension of size 1.
+samples. Masks do not broadcast, and a last dimension of size 1 stays. There is no argument
+`sparse_mask`: `indices` are sparse, a `mask` is dense.
 """
 
 import copy
@@ -78,7 +77,7 @@ class MaskedClasses(Categorical):
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log-probs [*S, *B] of broadcastable classes; `neg_inf` at masked ones.
 
-        A class outside 0..C-1 or a non-integer is a ValueError.
+        Raise ValueError for a class outside 0..C-1 or a non-integer.
         """
         if self._validate_args:
             check_indices(value, self.num_samples, "a class is an index, not a one-hot")
@@ -95,7 +94,7 @@ class MaskedClasses(Categorical):
         return masked_entropy(self._scores, self._some)
 
     def sample(self, sample_shape: Shape = None) -> Tensor:
-        """Draw classes [*S, *B]; a row without a valid class is a ValueError."""
+        """Draw classes [*S, *B]; raise ValueError if a row has no valid class."""
         shape = Size(sample_shape or ())
         self._need_valid_classes()
         with torch.no_grad():
@@ -128,12 +127,12 @@ class MaskedClasses(Categorical):
 
     @property
     def _some(self) -> Tensor:
-        """Return which rows have a valid class, [*B, 1]."""
+        """Return the mask of rows with a valid class, [*B, 1]."""
         return self._scores.amax(-1, keepdim=True) > -torch.inf
 
     @property
     def _safe_scores(self) -> Tensor:
-        # A row of -inf would be NaN, and so would its gradient.
+        # A row of -inf would give NaN, also in the gradient.
         return self._scores.masked_fill(~self._some, 0)
 
     @lazy_property
@@ -177,7 +176,7 @@ class MaskedClasses(Categorical):
 
 
 class ReparamGradientStrategy(Enum):
-    """Name the gradient of a one-hot sample: that of the probabilities, or of a relaxed sample."""
+    """Choose the gradient of a one-hot sample: of the probabilities, or of a relaxed sample."""
 
     PassThrough = 1  # sample + probs - stop_gradient(probs)
     RelaxedOneHot = 2  # the same with softmax(logits + Gumbel noise) as probs, sample its argmax
@@ -196,14 +195,14 @@ class _OneHot(MaskedClasses):
         return constraints.one_hot
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log-probs [*S, *B] of one-hots [*S, *B, C]; another value is a ValueError."""
+        """Return the log-probs [*S, *B] of one-hots [*S, *B, C]; raise ValueError for others."""
         fits = value.shape[-1:] == self.event_shape
         if not fits or (self._validate_args and not constraints.one_hot.check(value).all()):
             raise ValueError(f"expected one-hots with {self.num_samples} entries, a single 1")
         return super().log_prob(value.long().argmax(-1))
 
     def sample(self, sample_shape: Shape = None) -> Tensor:
-        """Draw one-hots [*S, *B, C], int64; a row without a valid class is a ValueError."""
+        """Draw one-hots [*S, *B, C], int64; raise ValueError if a row has no valid class."""
         return one_hot(super().sample(sample_shape), self.num_samples)
 
     def rsample(self, sample_shape: Shape = None) -> Tensor:
@@ -236,7 +235,7 @@ class MaskedCategorical(MaskedClasses):
 
     logits or probs [*B, C] float, unnormalised; exactly one of `mask` (bool, same shape) and
     `indices` (int64 [*B, I]; entries equal to `padding_value` are ignored, repeated ones count
-    once). The valid classes share all the probability; `neg_inf` is the log-prob of the others.
+    once). The valid classes share all the probability; other classes have log-prob `neg_inf`.
     Half precision becomes float32. `use_cross_entropy` scores without storing normalised log-probs
     (and without a second derivative). `padding_side` has no effect: nothing is padded here.
     Source: the TorchRL reference of the same name.

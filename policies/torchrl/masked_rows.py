@@ -2,8 +2,8 @@
 
 Letters: *B batch, C classes, R rows (the product of *B), *S sample shape. `allowed` is bool:
 [*B, C] masks entries, [*B, 1] rows; a row without an allowed entry may hold anything, even NaN.
-Rows are processed in blocks, and the backward recomputes the softmax instead of storing it.
-Left out on purpose: second derivatives.
+Rows are processed in blocks, and the backward recomputes the softmax instead of storing it, so
+there are no second derivatives.
 """
 
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def at_index(x: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 def check_indices(index: Tensor, size: int, remedy: str) -> None:
-    """Raise a ValueError unless every entry of `index` is an integer in 0..size-1."""
+    """Raise ValueError unless every entry of `index` is an integer in 0..size-1."""
     if index.dtype not in _INTEGERS:
         raise ValueError(f"expected integers in 0..{size - 1}, got {index.dtype}; use .long()")
     outside = index[(index < 0) | (index >= size)]
@@ -66,7 +66,7 @@ def check_indices(index: Tensor, size: int, remedy: str) -> None:
 
 
 def check_mask(mask: Tensor, *shapes: Size) -> None:
-    """Raise a ValueError unless a mask is bool and has one of the shapes."""
+    """Raise ValueError unless a mask is bool and has one of the shapes."""
     if mask.dtype is not torch.bool or mask.shape not in shapes:
         wanted = " or ".join(str(tuple(shape)) for shape in shapes)
         raise ValueError(f"expected a bool mask {wanted}, got {mask.dtype} {tuple(mask.shape)}")

@@ -24,7 +24,7 @@ class OutputFormat:
     """
 
     padded: bool
-    layout: torch.layout | None = None  # of nested tensors; None stacks the rows lazily
+    layout: torch.layout | None = None  # layout of nested tensors; None stacks the rows lazily
     pad_token_id: int = 0
     _offsets: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
@@ -79,7 +79,7 @@ class OutputFormat:
         parts: masks of prompt, response and assistant, [B, T] each.
         """
         real = seq.attention
-        if self.padded:  # a prompt must fill the first columns of `full`, which is not sure here
+        if self.padded:  # the prompt may not be the first columns of `full` here
             parts = {name: mask for name, mask in parts.items() if name != "prompt"}
         masks = {
             "all_attention_mask": real,
@@ -95,7 +95,7 @@ class OutputFormat:
 
 
 def input_device(td: TensorDictBase) -> torch.device:
-    """Return the device of a td: its own, else that of its first tensor, else the CPU."""
+    """Return the device of a td or, if it has none, of its first tensor, else the CPU."""
     return _device_of(td) or torch.device("cpu")
 
 
@@ -103,6 +103,6 @@ def _device_of(value: Any) -> torch.device | None:
     td = inner(value)
     if not isinstance(td, TensorDictBase) or td.device is not None:
         return getattr(td, "device", None)
-    # A lazy stack of ragged rows has no values, its rows have.
+    # A lazy stack of ragged rows has no values of its own, so look into its rows.
     parts = td.tensordicts if isinstance(td, LazyStackedTensorDict) else td.values()
     return next((d for d in map(_device_of, parts) if d is not None), None)

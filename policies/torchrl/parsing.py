@@ -2,11 +2,12 @@
 
 Rendering chats with random contents shows what a template writes before and after each content.
 This works for every template that writes a turn the same way at any position. Markup inside a
-content cannot be told from the template's: it is an error or, if forged well, reads as extra turns.
-So environments and training keep messages and never parse texts.
+content looks like the template's: it raises ValueError or, if forged well, reads as extra turns. So
+environments and training keep messages and never parse texts.
 
-Left out on purpose: tool calls, which stay in the content; templates that change contents or
-earlier turns (give those an `inverse_parser`, see templates.py).
+Not supported: templates that change contents or earlier turns, because their text does not
+determine the messages (give them an `inverse_parser`, see templates.py). Tool calls stay in the
+content.
 """
 
 import re
@@ -36,7 +37,7 @@ class Format:
     label: str
     template: str
     variables: dict[str, str]
-    start: str  # before the first turn
+    start: str  # text before the first turn
     turns: dict[str, TurnMarkers]
     prompt: str  # the generation prompt
     any_role: str  # the made-up role in the opener of ""
@@ -49,7 +50,7 @@ class Format:
     def read_response(self, text: str) -> list[Message]:
         """Return the messages of a text after a generation prompt, the assistant's first.
 
-        If its markup of turns does not fit, the full text is the content.
+        If the text does not fit the template, all of it is the content.
         """
         try:
             return self(text, after_prompt=True)
@@ -61,7 +62,7 @@ class Format:
             return [{"role": "assistant", "content": content, "is_complete": complete}]
 
     def _split_filler(self, text: str, *, after_prompt: bool) -> tuple[str, bool]:
-        """Return a text without trailing EOS and padding tokens, and whether EOS is the first."""
+        """Return a text without EOS and padding at its end, and whether EOS came first of these."""
         tokens = {self.variables.get(name) for name in ("eos_token", "pad_token")} - {None, ""}
         if not self.turns["user"].opener and not after_prompt:  # EOS alone separates the turns
             tokens -= {turn.closer.rstrip() for turn in self.turns.values()}
@@ -72,7 +73,7 @@ class Format:
         return text[: match.start()], match[1] == self.variables.get("eos_token")
 
     def __call__(self, text: str, *, after_prompt: bool = False) -> list[Message]:
-        """Return the messages of a text with `is_complete`; ValueError if it does not fit.
+        """Return the messages of a text with `is_complete`; raise ValueError if it does not fit.
 
         With `after_prompt` the text is read as if after a generation prompt.
         """
@@ -142,7 +143,7 @@ class Format:
 
     @cached_property
     def _openers(self) -> list[re.Pattern[str]]:
-        """Return the patterns of turn openers, that of any role last."""
+        """Return the patterns of turn openers; the last one matches any role."""
         texts = [re.escape(turn.opener) for turn in self.turns.values() if turn.opener.strip()]
         return [re.compile(text.replace(self.any_role, r"([\w-]+)")) for text in texts]
 
@@ -161,7 +162,7 @@ def find_reader(
 
 @lru_cache(maxsize=64)
 def _learn(label: str, template: str, tokens: tuple[tuple[str, str], ...]) -> Format:
-    """Learn the turns of a template. Raises ValueError if it cannot be inverted."""
+    """Learn the turns of a template; raise ValueError if it cannot be inverted."""
     variables = dict(tokens)
 
     def around(*roles: str) -> list[str]:

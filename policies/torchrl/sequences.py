@@ -1,7 +1,7 @@
 """Distributions over the tokens of a sequence: masked, or of known log-probabilities.
 
-Letters: *B batch, T tokens, C vocabulary, *S sample shape. logits[t] predicts token t.
-Left out on purpose: masks guessed from token ids, and any shift between logits and tokens.
+Letters: *B batch, T tokens, C vocabulary, *S sample shape. logits[t] predicts token t: nothing is
+shifted here, and no mask is guessed from token ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class LLMMaskedCategorical(Distribution):
     logits [*B, T, C] float, unnormalised; mask bool, True = valid: [*B, T] masks positions,
     [*B, T, C] masks tokens at each position (and is itself that much larger). A position without a
     valid token has `ignore_index` as `sample` and `mode`, and `entropy` 0.
-    A mask of another shape or dtype is a ValueError. `probs` and `logits` are the unmasked ones.
+    Raise ValueError for a mask of another shape or dtype. `probs` and `logits` are unmasked.
     Source: the torchrl reference of the same name.
 
     >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]]).log_softmax(-1)
@@ -50,7 +50,7 @@ class LLMMaskedCategorical(Distribution):
 
     @property
     def probs(self) -> Tensor:
-        """Return the softmax of the original logits; the masked ones are `masked_dist.probs`."""
+        """Return the softmax of the unmasked logits; see also `masked_dist.probs`."""
         return self._logits.softmax(-1)
 
     @property
@@ -98,7 +98,7 @@ class LLMMaskedCategorical(Distribution):
         return sampled.masked_fill(~self._valid, self.ignore_index)
 
     def rsample(self, sample_shape: Size | Sequence[int] | None = None) -> Tensor:
-        """Draw one-hots [*S, *B, T, C] whose gradient is that of the probabilities.
+        """Draw one-hots [*S, *B, T, C] with the gradient of the probabilities.
 
         Straight-through estimator (Bengio et al. 2013, section 4); masked positions are all zero.
         """
@@ -137,7 +137,7 @@ class LLMMaskedCategorical(Distribution):
         logits = self._logits
         if not self.position_level_masking:
             logits = logits.masked_fill(~self._mask, -torch.inf)
-        # A row of -inf (or of padding values) would be NaN, and so would its gradient.
+        # A row of -inf (or of padding values) would give NaN, also in the gradient.
         return Categorical(logits=logits.masked_fill(~self._valid.unsqueeze(-1), 0))
 
     def _cached(self, name: str, build: Callable[[], Any]) -> Any:
@@ -152,7 +152,8 @@ class LogProbDistribution(Distribution):
     """Wrap log-probabilities of known tokens, without logits.
 
     log_probs [B, T]; mask [B, T] bool, True = valid. Only the `log_prob` of these tokens is known:
-    it checks the shape of `value`, not its ids. A mask of another shape or dtype is a ValueError.
+    it checks the shape of `value`, not its ids. Raise ValueError for a mask of another shape or
+    dtype.
 
     >>> dist = LogProbDistribution(torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, False]]))
     >>> dist.log_prob(torch.tensor([[7, 8]])).tolist()
@@ -180,9 +181,9 @@ class LogProbDistribution(Distribution):
         return self.log_probs.masked_fill(~self.mask, 0)
 
     def sample(self, sample_shape: Size | Sequence[int] | None = None) -> Tensor:
-        """Raise: the distribution over other tokens is not known."""
+        """Raise NotImplementedError: the distribution over other tokens is unknown."""
         raise NotImplementedError("Sampling not supported for LogProbDistribution: no logits")
 
     def entropy(self) -> Tensor:
-        """Raise: the distribution over other tokens is not known."""
+        """Raise NotImplementedError: the distribution over other tokens is unknown."""
         raise NotImplementedError("Entropy not supported for LogProbDistribution: no logits")

@@ -1,8 +1,8 @@
 """Specs: the shapes, dtypes and containers of a TensorDict's entries.
 
 A size of -1 differs from batch to batch or from row to row (the length of a chat). `zero` and
-`rand` build an example (size 1 for -1), `explain` names the first mismatch.
-Left out on purpose: bounded and categorical leaves, which leash does not need.
+`rand` build an example (size 1 for -1), `explain` describes the first mismatch. There are no
+bounded and categorical leaves, because no environment of leash needs them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Spec:
         return self.zero(shape)
 
     def explain(self, value: Any) -> str:
-        """Return how a value does not fit, "" if it fits."""
+        """Return why a value does not fit, or "" if it fits."""
         raise NotImplementedError
 
     def clone(self) -> Spec:
@@ -122,7 +122,7 @@ class NonTensor(Spec):
         return value
 
     def explain(self, value: Any) -> str:
-        """Return "" for any value but a missing one or a tensor."""
+        """Return "" unless the value is missing or a tensor."""
         if value is None or isinstance(value, Tensor):
             return f"expected data that is no tensor, got {type(value).__name__}"
         return ""
@@ -193,7 +193,7 @@ class Composite(Spec, MutableMapping[NestedKey, Any]):
         return len(self._specs)
 
     def keys(self, include_nested: bool = False, leaves_only: bool = False) -> list[NestedKey]:
-        """Return the keys, those of nested specs as tuples."""
+        """Return the keys; keys of nested specs are tuples."""
         done: list[NestedKey] = []
         for name, spec in self._specs.items():
             nested = isinstance(spec, Composite)
@@ -204,7 +204,7 @@ class Composite(Spec, MutableMapping[NestedKey, Any]):
         return done
 
     def update(self, other: Mapping[str, Any] | Composite) -> Composite:
-        """Add the specs of `other`, entry by entry; return this one."""
+        """Add the specs of `other`, entry by entry; return this spec."""
         for key, spec in other.items():
             known = self._specs.get(key)
             if isinstance(known, Composite) and isinstance(spec, Composite):
@@ -250,7 +250,7 @@ def container_spec(
 ) -> Composite:
     """Return the spec of a tensorclass of Histories, texts (str) or values of a dtype.
 
-    It is that of a batch of `shape` with `keys`, by default the fields to `padded`.
+    It describes a batch of `shape` with `keys`, by default the fields up to `padded`.
     """
     known = [name for name in cls.__annotations__ if name != "padded"]
     common = takewhile(lambda name: name != "padded", cls.__annotations__)

@@ -19,7 +19,7 @@ from policies.torchrl.sequences import LLMMaskedCategorical
 class RaggedCategorical(Categorical):
     """Give each token of ragged rows a categorical distribution; values are nested tensors [B, t].
 
-    `logits` is the nested [B, t, V]. torch has no Categorical over those.
+    `logits` is nested, [B, t, V]; torch's Categorical does not take nested tensors.
 
     >>> logits = torch.nested.as_nested_tensor([torch.zeros(1, 2)], layout=torch.jagged)
     >>> [row.exp().tolist() for row in RaggedCategorical(logits).log_prob(logits.argmax(-1))]
@@ -33,7 +33,7 @@ class RaggedCategorical(Categorical):
         self.nested_logits = logits
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log-probs of the tokens, nested like them."""
+        """Return the log-probs of the tokens, nested as the tokens are."""
         return self._nest(super().log_prob(torch.cat(value.unbind())))
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
@@ -52,7 +52,7 @@ class RaggedCategorical(Categorical):
 class TokenDists:
     """The distributions over the sequences of a td, read by the scoring wrapper `policy`.
 
-    The td may have any number of batch dimensions. Further arguments have no effect.
+    The td may have any number of batch dimensions. Other arguments are ignored.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TokenDists:
         self.out, self.logits_key = tensordict_out, logits_key
         self.reader: InputReader = policy.reader(rows)
         self.seq = seq = self.reader.sequences(rows, padding_side)
-        # Losses ask for the ratio at the temperature of the sampling.
+        # Losses need the ratio at the sampling temperature.
         scale = policy.scoring_temperature(rows, "temperature")
         values = policy._logits(seq.tokens, seq.attention)
         self.logits = values / torch.as_tensor(scale, device=values.device).reshape(-1, 1, 1)

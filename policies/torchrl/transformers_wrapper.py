@@ -25,7 +25,7 @@ class TransformersWrapper(LLMWrapperBase, TransformersPolicy):
     """
 
     def _sample(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
-        """Sample as a run, or by transformers' `generate` where only it has an option."""
+        """Sample as a run does, or by transformers' `generate` for options that only it has."""
         if not self.limits.hf_only:
             return super()._sample(prompts, attention, streams)
         return follow(

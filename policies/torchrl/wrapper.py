@@ -1,8 +1,8 @@
 """TorchRL's options for a policy: the base of all engines.
 
-policies/chat_policy.py has what a run computes with a batch. LLMWrapperBase adds input as text or
-ids, ragged rows, several samples of a prompt, other keys and targets, calls of several threads
-together, packed scoring, and the distributions for losses. inputs.py reads, outputs.py writes.
+policies/chat_policy.py has what a run needs. LLMWrapperBase adds input as text or ids, ragged rows,
+several samples per prompt, other keys and targets, batches over several threads, packed scoring,
+and the distributions for losses. inputs.py reads, outputs.py writes.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class LLMWrapperBase(ChatPolicy):
 
     A subclass implements `_draw` to generate and `_logits` to score, and may replace `_log_probs`.
 
-    model, tokenizer: objects, folders or names; the default tokenizer is that of the named model.
+    model, tokenizer: objects, folders or names; the default tokenizer is the named model's.
     input_mode: the kind of input at `input_key`: "history", "text" or "tokens".
     attention_mask_key: the mask of input ids without (masks_key, "all_attention_mask").
     generate_kwargs: see GenerateKwargs. tokenizer_kwargs: for texts.
@@ -55,11 +55,11 @@ class LLMWrapperBase(ChatPolicy):
     pad_model_input=False: score packed sequences, without padding.
     inplace: True writes into the input, False into a new td, "empty" into an empty copy of the
     input; None is True unless there are several samples.
-    device: of the model (a named one is loaded there): inputs move there and outputs back.
+    device: the model's device (a named model is loaded there); inputs move there, outputs back.
     num_samples: responses per prompt, in an additional batch dimension.
     chat_template_name, chat_template: a known template, or its Jinja text or file.
     *_key: the key of each output; None leaves it out.
-    batching: run rows of several threads together, see BatchQueue; sizes alone enable it.
+    batching: run rows of several threads in one batch, see BatchQueue; setting sizes enables it.
     prefer_tokens: ids have priority over the history or text; False renders even if ids exist.
 
     score_mask_key, micro_batch_tokens, seeds of rows and log-probs: see ChatPolicy.
@@ -221,7 +221,7 @@ class LLMWrapperBase(ChatPolicy):
             del out[self.history_key]  # the target keeps its input history
         return update_in_place(out, target)
 
-    # What ChatPolicy does for a run, with TorchRL's options.
+    # Methods of ChatPolicy, with TorchRL's options.
 
     def records(self, td: TensorDictBase) -> Records | None:
         """Return the messages of each chat; None without a history."""
@@ -341,7 +341,7 @@ class LLMWrapperBase(ChatPolicy):
     # Methods of engines, on token ids.
 
     def _logits(self, tokens: Tensor, attention: Tensor) -> Tensor:
-        """Return logits [B, T, V] at temperature 1; entry t predicts token t from those before."""
+        """Return logits [B, T, V] at temperature 1; entry t predicts token t."""
         raise NotImplementedError(f"{type(self).__name__} does not score: it has no _logits")
 
     def _log_probs(
@@ -402,11 +402,12 @@ class LLMWrapperBase(ChatPolicy):
     ) -> LLMMaskedCategorical | Categorical:
         """Return the distribution of each token given those before it, over [B, T, V] logits.
 
-        Padded (the default), it is masked by the attention mask, or by that at `mask_key`: an
-        LLMMaskedCategorical whose padding holds `padding_value` (0). Ragged sequences are padded on
-        `padding_side`; padded ones stay unchanged. With `as_nested_tensor` it is a Categorical
-        over nested logits of `layout` (strided), with as_padded_tensor=False one over rows of equal
-        lengths; neither has a mask. `tensordict_out` gets the logits, at `logits_key`.
+        By default it is an LLMMaskedCategorical on padded logits, masked by the attention mask or
+        by the mask at `mask_key`; padding has `padding_value` (0). Ragged sequences are padded on
+        `padding_side`; padded sequences stay unchanged. With `as_nested_tensor` it is a Categorical
+        over nested logits of `layout` (strided), with as_padded_tensor=False a Categorical over
+        rows of equal lengths; neither has a mask. The logits are written to `tensordict_out` at
+        `logits_key`.
         """
         unpadded = as_nested_tensor or as_padded_tensor is False
         if unpadded and (mask_key is not None or as_padded_tensor):
@@ -470,7 +471,7 @@ class LLMWrapperBase(ChatPolicy):
     # The collector, for transforms that need the policy of an env.
 
     def register_collector(self, collector: Any) -> None:
-        """Remember the collector by a weak reference."""
+        """Store the collector as a weak reference."""
         self._collector: Callable[[], Any] = ref(collector)
 
     @property
@@ -501,9 +502,9 @@ class LLMWrapperBase(ChatPolicy):
 
 
 def as_generator(policy: Any, *, input_mode: str = "history", **options: Any) -> Any:
-    """Return the wrapper with these options and inplace=True, as a new version if needed.
+    """Return the wrapper with these options and inplace=True, a copy if its options differ.
 
-    ValueError unless it generates one response per prompt in this mode.
+    Raise ValueError unless it generates one response per prompt in this mode.
     """
     options["inplace"] = True
     if policy.num_samples is not None or policy.input_mode != input_mode or not policy.generate:
@@ -545,7 +546,7 @@ def _loaded(model: Any, tokenizer: Any, device: torch.device | str | None) -> tu
 
 
 def _tokenizer_options(kwargs: dict[str, Any], input_mode: str) -> dict[str, Any]:
-    """Return the tokenizer_kwargs that change the ids of a text; the wrapper pads itself."""
+    """Return the tokenizer_kwargs that change the ids of a text; padding is the wrapper's."""
     reserved = ("return_attention_mask", "return_tensors", "padding_side", "padding")
     options = {k: v for k, v in kwargs.items() if k not in reserved}
     if options and input_mode != "text":

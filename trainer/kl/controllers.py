@@ -1,27 +1,27 @@
 """KL controllers, which set the coefficient of the KL penalty. Torch-free.
 
-`update` takes unscaled KL values in nats per sequence and returns the next coefficient.
-`AdaptiveKLController` follows TorchRL's convention instead: it takes KL rewards, -coeff * KL.
-To add a controller, add a class and its row in CONTROLLERS. One of your own is a subclass of
-`KLControllerBase`: kl.controller={_target_: my_kl.Mine}.
+`update` takes unscaled KL values in nats per sequence and returns the next coefficient. Only
+`AdaptiveKLController` takes KL rewards, -coeff * KL, as in TorchRL; no value of kl.controller uses
+it. To add a controller, add a class and its row in CONTROLLERS. Your own controller is a subclass
+of `KLControllerBase`: kl.controller={_target_: my_kl.Mine}.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-MAX_ERROR = 0.2  # clip of the relative error (Ziegler et al. 2019)
+MAX_ERROR = 0.2  # the relative error is clipped to +-0.2 (Ziegler et al. 2019)
 
 
 class KLControllerBase:
     """Hold the coefficient; subclasses decide how it follows the measured KL.
 
-    With `model`, its attribute `kl_coef` is set to the coefficient.
+    If `model` is given, its attribute `kl_coef` follows the coefficient.
     """
 
     follows_kl = False  # the coefficient depends on the measured KL
     takes_rewards = False  # `update` takes KL rewards, -coeff * KL, not KL values
-    k3_weight = 0.0  # of k3 in the KL that it follows; the rest is k1
+    k3_weight = 0.0  # the controller follows (1 - k3_weight) k1 + k3_weight k3
 
     def __init__(self, coeff: float, *, model: Any = None) -> None:
         if not 0 <= coeff < math.inf:
@@ -39,7 +39,7 @@ class KLControllerBase:
     def update(self, kl_values: Sequence[float]) -> float:
         """Return the next coefficient from the KL (nats) of each sequence of an iteration.
 
-        Without values, a coefficient that follows the KL stays.
+        Without values, a coefficient that follows the KL does not change.
         """
         raise NotImplementedError(f"{type(self).__name__} has no update: override it")
 
@@ -47,7 +47,7 @@ class KLControllerBase:
         """Return the next coefficient from the mean KL (nats) of this many sequences.
 
         The loop calls it once per iteration: `update` uses only the mean and the number of its
-        values, the n of Ziegler et al. None: the KL was not measured.
+        values, the n of Ziegler et al. kl=None means that the KL was not measured.
 
         >>> round(TargetKLController(0.1, target=6.0, horizon=10).follow(12.0, sequences=5), 6)
         0.11
@@ -121,9 +121,9 @@ class LinearKLController(KLControllerBase):
 class TargetKLController(KLControllerBase):
     """Multiply the coefficient to bring the KL to `target` (nats per sequence).
 
-    n values with mean KL give coeff *= 1 + clip(KL / target - 1, +-0.2) * n / horizon: Ziegler et
-    al. 2019 (arXiv 1909.08593), section 2.2, and their code: n is the batch size, so `horizon`
-    counts sequences; `responses` of them come in an iteration. Twice the target over 5 of 10:
+    n values with mean KL give coeff *= 1 + clip(KL / target - 1, +-0.2) * n / horizon (Ziegler et
+    al. 2019, arXiv 1909.08593, section 2.2). As in their code n is the batch size, so `horizon`
+    counts sequences. `responses`: sequences per iteration. For 5 sequences of twice the target:
 
     >>> round(TargetKLController(0.1, target=6.0, horizon=10).update([12.0] * 5), 6)
     0.11
@@ -140,7 +140,7 @@ class TargetKLController(KLControllerBase):
         responses: int = 0,
         model: Any = None,
     ) -> None:
-        if not coeff > 0:  # 0 would stay 0
+        if not coeff > 0:  # a product with 0 stays 0
             raise ValueError(f"expected kl.coeff > 0 of a controller that multiplies, got {coeff}")
         if horizon <= MAX_ERROR * responses:  # the coefficient could become negative
             least = f"{MAX_ERROR * responses:g}, a fifth of an iteration's {responses} responses"
@@ -149,7 +149,7 @@ class TargetKLController(KLControllerBase):
         self.target, self.horizon = float(target), float(horizon)
 
     def update(self, kl_values: Sequence[float]) -> float:
-        """Return the next coefficient; without values it stays."""
+        """Return the next coefficient; without values it does not change."""
         if not (values := floats(kl_values)):
             return self.coeff
         error = sum(values) / len(values) / self.target - 1
@@ -160,7 +160,7 @@ class TargetKLController(KLControllerBase):
 class AdaptiveKLController(TargetKLController):
     """`TargetKLController` with TorchRL's convention: `update` takes KL rewards, -coeff * KL.
 
-    `target` has the unit of that KL.
+    `target` has the unit of this KL.
 
     >>> control = AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=10)
     >>> round(control.update([-0.1 * 12.0] * 5), 6)
@@ -175,7 +175,7 @@ class AdaptiveKLController(TargetKLController):
         super().__init__(init_kl_coef, target=target, horizon=horizon, model=model)
 
     def update(self, kl_values: Sequence[float]) -> float:
-        """Return the next coefficient from KL rewards with the current one; stays without any."""
+        """Return the next coefficient from KL rewards; without rewards it does not change."""
         return super().update([-value / self.coeff for value in floats(kl_values)])
 
 
@@ -187,13 +187,14 @@ class BudgetKLController(KLControllerBase):
 
         level *= exp(0.07 e)    coeff = level exp(0.6 e + 2 s)
 
-    a proportional-integral-derivative controller of log coeff (Stooke et al. 2020, arXiv
-    2007.03964, section 4, there of the coefficient itself). The level finds the right coefficient;
-    the other terms damp oscillation, since the policy follows with a delay. Gains are per
-    iteration, not per sequence: an optimiser step moves the KL at any batch size.
+    This is a PID controller of log coeff (Stooke et al. 2020, arXiv 2007.03964, section 4, control
+    the coefficient itself). The level finds the right coefficient; the other terms damp
+    oscillation, since the policy follows with a delay. Gains are per iteration, not per sequence,
+    because an optimiser step moves the KL at any batch size.
 
-    The level starts at 1 / sqrt(2 target), at which the best policy for rewards of standard
-    deviation 1 is about `target` away, or at `coeff` if larger, and stays within a factor of 100.
+    The level starts at max(coeff, 1 / sqrt(2 target)): with this coefficient the best policy has
+    about the KL `target` if rewards have standard deviation 1. It stays within a factor of 100 of
+    its start.
 
     >>> control = BudgetKLController(0.1, target=4.0)
     >>> round(control.coeff, 4), round(control.update([5.0, 7.0]), 4)  # e = log 1.5
@@ -213,16 +214,16 @@ class BudgetKLController(KLControllerBase):
 
     @property
     def k3_weight(self) -> float:
-        """Return w = 2 t / (e^2t - 1), the weight of k3 in the KL it follows, k1 + w (k3 - k1).
+        """Return w = 2 t / (e^2t - 1), the weight of k3 in the followed KL, k1 + w (k3 - k1).
 
-        The mean is the KL at any weight: k1 and k3 have the same mean. This one has the least
-        noise if one token carries the full target t and its log-ratio is normal.
+        Every weight gives the KL in the mean, because k1 and k3 have the same mean. This weight has
+        the smallest variance if the KL t = `target` is in one token with a normal log-ratio.
         """
         twice = min(2 * self.target, 700.0)
         return twice / math.expm1(twice)
 
     def update(self, kl_values: Sequence[float]) -> float:
-        """Return the next coefficient; without values it stays."""
+        """Return the next coefficient; without values it does not change."""
         if not (values := floats(kl_values)):
             return self.coeff
         ratio = max(sum(values) / len(values) / self.target, math.exp(-1))
@@ -260,7 +261,7 @@ CONTROLLERS: dict[str, Callable[..., KLControllerBase]] = {
 
 
 def floats(values: Sequence[float]) -> list[float]:
-    """Return the values as floats; ValueError unless all are finite."""
+    """Return the values as floats; raise ValueError unless all are finite."""
     if values is None:
         raise ValueError("expected kl_values, got None; give the KL of each sequence, or []")
     out = [float(value) for value in values]

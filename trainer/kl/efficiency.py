@@ -1,6 +1,6 @@
-"""Compare an evaluation with samples of the reference: kl/efficiency, its error, and the split.
+"""Compare an evaluation with responses of the reference: kl/efficiency, its error, and the split.
 
-The samples are of the same rows, before training (eval.frontier).
+The reference responded to the same rows before training (eval.frontier) or later (mode=frontier).
 """
 
 import json
@@ -16,22 +16,22 @@ from trainer.kl.frontier import ACCURACY, EVAL_KL, Frontier, efficiency_error, r
 from trainer.kl.split import split
 from trainer.metrics import scores_by_row
 
-NAMES = "reward", "success", "kl"  # of a response
+NAMES = "reward", "success", "kl"  # scores of a response
 
 
 class Efficiency:
     """Compute kl/efficiency and the split of the KL of an evaluation.
 
-    Both compare it with `samples` responses per eval row of the untrained policy.
+    Both compare it with `samples` responses of the reference per eval row.
     """
 
     def __init__(self, samples: int, path: Path) -> None:
         self.samples, self.path = samples, path
         self.frontier: Frontier | None = None
-        self.responses: dict[int, dict[str, list]] = {}  # of this rank, by row
+        self.responses: dict[int, dict[str, list]] = {}  # row -> scores of this rank's responses
 
     def begin(self, responses: dict[str, Any], *, write: bool) -> None:
-        """Take the untrained policy's responses to each row (evaluation.sample); write the file."""
+        """Take the reference's responses to each row (evaluation.sample); write the file."""
         self.frontier = Frontier.of_samples(responses)
         if self.frontier is not None and write:
             write_text(self.path, json.dumps({"samples": self.samples, **responses}))
@@ -52,10 +52,10 @@ class Efficiency:
     ) -> dict[str, float]:
         """Return the metrics of an evaluation of `rows` rows, if the samples support them.
 
-        Error and split need that the samples are of the judged rows, the split also that some are
-        right.
+        Error and split are computed only if the reference responded to exactly these rows. The
+        split also needs a right response of the reference.
         """
-        if self.frontier is None and self.path.is_file():  # of a resumed run
+        if self.frontier is None and self.path.is_file():  # a resumed run
             self.frontier = read_frontier(self.path)
         if self.frontier is None or self.frontier.num_prompts != rows:
             return {}

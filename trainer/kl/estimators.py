@@ -39,12 +39,12 @@ class TokenKL:
 class Estimator:
     """An estimator of the KL of a token: `term` maps TokenKL to nats [B, T].
 
-    In the loss the gradient is autograd's of `term`; in the reward `term` is a number; in the
-    sequence it is both, a term of its own token and a number for the tokens before it.
-    `needs`: "samples" (the log-ratio), "ratio" (curr and gen) or "vocabulary" (divergence); the
-    reward has samples only, the sequence takes the vocabulary only. `refused`: reason and remedy
-    for each place in which the expected gradient is not that of a KL; kl.allow_biased=true allows
-    the pair if the place has what it needs.
+    In the loss autograd differentiates `term`; in the reward only its value counts; in the sequence
+    it is a term at its own token and a value for the tokens before it.
+    `needs`: "samples" (the log-ratio), "ratio" (curr and gen) or "vocabulary" (divergence). The
+    reward allows only "samples", the sequence only "vocabulary". `refused`: place -> reason and
+    remedy, where the expected gradient is not the gradient of a KL; kl.allow_biased=true overrides
+    it if the place allows `needs`.
     `mixture` selects the divergence (`TokenDistribution.scores`), logged as kl/ref_<metric> or
     kl/teacher_<metric>.
     """
@@ -60,8 +60,8 @@ def k3(log_ratio: Tensor) -> Tensor:
     """Return exp(d) - d - 1 with d = -log_ratio, clamped to at most 20, because exp overflows.
 
     A clamped token has no gradient. Tokens that are unlikely under the reference are not clamped.
-    Schulman 2020, and GRPO (arXiv 2402.03300 eq. 4). Its gradient is that of
-    KL(reference || policy).
+    Schulman 2020, and GRPO (arXiv 2402.03300 eq. 4). On fresh samples its expected gradient is the
+    gradient of KL(reference || policy).
 
     >>> import torch
     >>> round(k3(torch.tensor(1.0)).item(), 4)
@@ -72,9 +72,9 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def k3_ratio(token: TokenKL) -> Tensor:
-    """Return r k3 with r = pi_curr / pi_gen, not detached: DeepSeek-V3.2 (arXiv 2512.02556) eq. 7.
+    """Return r k3 with r = pi_curr / pi_gen: DeepSeek-V3.2 (arXiv 2512.02556) eq. 7.
 
-    The gradient is r log_ratio times that of curr, for any sampler.
+    r is not detached, so the gradient is r * log_ratio * grad curr, for any sampler.
     """
     ratio = token_ratio(token.curr, token.gen)
     # d(r k3)/d(curr) = r k3 + r (1 - exp(-log_ratio)) = r log_ratio: large terms cancel.
@@ -84,7 +84,7 @@ def k3_ratio(token: TokenKL) -> Tensor:
 
 
 def exact_divergence(token: TokenKL) -> Tensor:
-    """Return the exact divergence of each token's state."""
+    """Return the exact divergence of each token's distribution."""
     assert token.divergence is not None
     return token.divergence
 
@@ -115,7 +115,10 @@ ESTIMATORS: dict[str, Estimator] = {  # k1, k2, k3: Schulman 2020, "Approximatin
 
 
 def find_estimator(estimator: str | Estimator) -> Estimator:
-    """Return the estimator of a name, or an own one; ValueError for an unknown name."""
+    """Return the estimator with this name; an `Estimator` is returned as it is.
+
+    Raise ValueError for an unknown name.
+    """
     if isinstance(estimator, Estimator):
         return estimator
     if estimator not in ESTIMATORS:
@@ -127,7 +130,7 @@ def find_estimator(estimator: str | Estimator) -> Estimator:
 def check_place(
     where: str, estimator: str | Estimator, *, allow_biased: bool = False, section: str = "kl"
 ) -> None:
-    """Raise ValueError for an estimator whose gradient in this place is not that of the KL.
+    """Raise ValueError if the estimator's expected gradient here is not the gradient of a KL.
 
     `allow_biased` allows it if the estimator can be computed there. `section`: kl or teacher.
     """

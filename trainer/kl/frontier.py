@@ -8,9 +8,9 @@ reference per prompt, `rewards` [P, n],
     log Z   = logmeanexp(r / c)
     KL      = E*[r] / c - log Z         >= 0, at most ln n
 
-per prompt, then averaged. For rewards of 0 or 1 the pass rates p are enough: the best policy is
-right with probability a = p e^l / (1 - p + p e^l), l = 1 / c, and no policy with its mean accuracy
-has a smaller KL than the mean of kl_Bernoulli(a || p).
+per prompt, then averaged. For rewards of 0 or 1 the frontier follows from the pass rates p: the
+best policy is right with probability a = p e^l / (1 - p + p e^l), l = 1 / c, and no policy with its
+mean accuracy has a smaller KL than the mean of kl_Bernoulli(a || p).
 
 The estimate is biased: samples contain too few rare responses, so the KL is too high at large
 rewards. A bootstrap resamples the responses to estimate this bias, which is subtracted (Davison and
@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 
 ACCURACY, EVAL_REWARD, EVAL_KL = "eval/sampled_accuracy", "eval/reward", "eval/kl_ref_sequence"
 Array = NDArray[np.float64]
-NUM_POINTS = 80  # of a curve
-COEFFS = np.geomspace(30.0, 1 / 300, NUM_POINTS)  # of a curve, in units of the rewards' spread
-MIN_KL = 1e-3  # nats; no efficiency is computed below
-MAX_MISSING = 0.1  # share of the resamples that may end below a value
+NUM_POINTS = 80  # points per curve
+COEFFS = np.geomspace(30.0, 1 / 300, NUM_POINTS)  # coefficients of the points / rewards' spread
+MIN_KL = 1e-3  # nats; no efficiency is computed for a smaller KL
+MAX_MISSING = 0.1  # a value is unsupported if more than this share of the resamples ends below it
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _optimum_by_prompt(rewards: Array, coeff: float) -> tuple[Array, Array]:
 def least_kl(rewards: Array, reward: float) -> float | None:
     """Return the KL of the best policy with this mean reward; None if no sample reaches it.
 
-    0 up to the mean reward of the reference. Without bias correction.
+    It is 0 if `reward` is at most the reference's mean reward. It is not bias-corrected.
 
     >>> least_kl(np.array([[0.0, 1.0]]), 0.5), least_kl(np.array([[0.0, 0.0]]), 0.1)
     (0.0, None)
@@ -84,11 +84,11 @@ def least_kl(rewards: Array, reward: float) -> float | None:
     spread = float(np.ptp(rewards, axis=1).max())
     tops = rewards.max(1, keepdims=True)  # [P, 1]
     best = float(tops.mean())
-    if spread > 0 and math.isclose(reward, best, rel_tol=1e-9):  # the best responses only
+    if spread > 0 and math.isclose(reward, best, rel_tol=1e-9):  # only the best responses remain
         return float(-np.log((rewards == tops).mean(1)).mean())
     if spread == 0 or not reward < best:
         return None
-    low, high = spread / 700, spread * 1e6  # of the coefficient; exp(700) nearly overflows
+    low, high = spread / 700, spread * 1e6  # bounds of the coefficient; exp(700) nearly overflows
     binary = bool(np.isin(rewards, (0, 1)).all())
     data = rewards.mean(1) if binary else rewards
     for _ in range(64):
@@ -102,8 +102,8 @@ def least_kl(rewards: Array, reward: float) -> float | None:
 class ConfidenceBand:
     """Bias-corrected frontier from samples `rewards` [P, n], up to the KL that they support.
 
-    Each of `draws` bootstrap sets of responses gives another frontier. The samples do not support
-    values that more than a tenth of these do not reach.
+    Each of `draws` bootstrap sets of responses gives a frontier. The samples support a value if at
+    least 90 % of these frontiers reach it.
     """
 
     def __init__(self, rewards: Array, *, draws: int = 100, seed: int = 0) -> None:
@@ -112,7 +112,7 @@ class ConfidenceBand:
         spread = float(np.ptp(rewards, axis=1).max())
         coeffs = spread * COEFFS
         self.binary = bool(np.isin(rewards, (0, 1)).all())
-        data = rewards.mean(1) if self.binary else rewards  # pass rates are enough if binary
+        data = rewards.mean(1) if self.binary else rewards  # pass rates [P], or rewards [P, n]
         self.kl, self.value = (
             optima(data, coeffs) if spread else (np.zeros(1), rewards.mean()[None])
         )
@@ -137,14 +137,14 @@ class ConfidenceBand:
         if len(least) < (1 - MAX_MISSING) * len(self.resampled):
             return None
         error = fmean(least) - _kl_at(value, self.value, self.kl)
-        return plain - error if error < plain / 2 else None  # else there are too few samples
+        return plain - error if error < plain / 2 else None  # None: too few samples
 
     def curve(self) -> Curve:
         """Return the frontier from the reference to the largest supported KL.
 
-        n responses per prompt show nothing beyond e^KL = n; the curve ends at n / e (n / 10 if the
-        reward is not 0 or 1), or before, where more than a tenth of the resamples end. The band is
-        the basic bootstrap interval (Davison and Hinkley 1997, eq. 5.6).
+        With n responses per prompt the largest measurable KL is ln n. The curve ends at ln n - 1
+        (ln n - ln 10 if rewards are not 0 or 1), or before, where fewer than 90 % of the resamples
+        reach. The band is the basic bootstrap interval (Davison and Hinkley 1997, eq. 5.6).
         """
         kl, value = self.kl, self.value
         if not self.resampled:
@@ -152,7 +152,7 @@ class ConfidenceBand:
         curves = np.array([np.interp(kl, kls, values) for kls, values in self.resampled])
         ends = np.array([values[-1] for _, values in self.resampled])
         most = 1.0 if self.binary else np.inf  # largest accuracy
-        gain = (curves - curves[:, :1]).mean(0)  # the mean of the reference is unbiased
+        gain = (curves - curves[:, :1]).mean(0)  # the reference's mean needs no correction
         line = np.minimum(2 * value - value[0] - gain, most)
         below, above = np.quantile(curves, (0.05, 0.95), axis=0)
         keep = kl <= max(math.log(self.count / (math.e if self.binary else 10)), 0.0)
@@ -186,18 +186,18 @@ def optima_by_prompt(rewards: Array, coeffs: Array) -> tuple[Array, Array]:
 
 
 def _kl_at(value: float, values: Array, kls: Array) -> float:
-    """Return the KL at a value of a curve; sqrt(KL) is interpolated linearly."""
+    """Return the KL where a curve reaches `value`; sqrt(KL) is interpolated linearly."""
     return float(np.interp(value, values, np.sqrt(kls)) ** 2)
 
 
 def efficiency_error(
     samples: Array, value: Array, kl: Array, *, draws: int = 200, seed: int = 0
 ) -> float:
-    """Return the standard error of an efficiency: its deviation over resampled prompts.
+    """Return the standard error of an efficiency: its standard deviation over resampled prompts.
 
     `samples` [P, n] are rewards of the reference, `value` and `kl` [P] means of the policy's
     responses to the same prompts. A resampled prompt keeps its responses, so the error includes
-    that of few responses (Davison and Hinkley 1997, section 3.8).
+    the noise of few responses (Davison and Hinkley 1997, section 3.8).
     """
     binary = bool(np.isin(samples, (0, 1)).all())
     spread = float(np.ptp(samples, axis=1).max()) or 1.0
@@ -243,13 +243,13 @@ class Frontier:
 
     reward: Array
     success: Array
-    num_prompts: int | None = None  # with those that the task dropped
-    rows: list[int] | None = None  # the others
+    num_prompts: int | None = None  # all prompts, also dropped ones
+    rows: list[int] | None = None  # rows of the prompts that were not dropped
     bands: dict[str, ConfidenceBand] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of_samples(cls, content: Any) -> "Frontier | None":
-        """Return that of a frontier.json's contents; None if they are damaged."""
+        """Return the frontier in the contents of a frontier.json; None if they are damaged."""
         try:
             reward, success = (np.array(content[n], np.float64) for n in ("reward", "success"))
         except (TypeError, KeyError, ValueError):
@@ -261,11 +261,11 @@ class Frontier:
 
     @property
     def metric(self) -> str:
-        """Return the metric to judge: accuracy if any response is right, else reward."""
+        """Return the metric of the frontier: accuracy if any response is right, else reward."""
         return ACCURACY if self.success.any() else EVAL_REWARD
 
     def of(self, metric: str) -> Array:
-        """Return the values whose mean is the metric."""
+        """Return the values [P, n] whose mean is the metric."""
         return self.success if metric == ACCURACY else self.reward
 
     def band(self, metric: str) -> ConfidenceBand:
@@ -297,7 +297,7 @@ class Frontier:
 
 
 def read_frontier(path: Path) -> Frontier | None:
-    """Read a frontier.json, None of a damaged one."""
+    """Read a frontier.json; return None if it is damaged."""
     try:
         return Frontier.of_samples(json.loads(path.read_text(encoding="utf-8")))
     except ValueError:  # truncated file

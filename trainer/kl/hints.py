@@ -15,15 +15,15 @@ from trainer.batch import RESPONSE
 class Hint:
     """Give each row of a batch the prompt that ends with a hint, and the same response.
 
-    `text` is a template over the cells of the prompt's row, "The answer is {answer}.", and becomes
-    the end of its last user message. The chats come from the run's `env`, as those of the policy.
-    A response is all that follows the prompt, so chats have one turn.
+    `text` is a template over the cells of the prompt's row, "The answer is {answer}.". It is added
+    at the end of the last user message. `env` is the run's environment. Chats must have one turn,
+    because everything after the prompt is taken as the response.
     """
 
     def __init__(self, text: str, *, env: Any, policy: Any) -> None:
         self.text, self.env, self.policy = text, env, policy
         for row in islice(env.task.rows("train"), 1):
-            self._hinted(row)  # finds a cell that rows lack before a response is sampled
+            self._hinted(row)  # raises now, not after sampling, if the row lacks a cell of the text
 
     def __call__(self, batch: TensorDictBase) -> TensorDict:
         """Return tokens, masks, temperature and group_id of the rows with a hint, [B, T]."""
@@ -58,7 +58,7 @@ class Hint:
         return [by_group[group] for group in groups]
 
     def _hinted(self, row: dict[str, Any]) -> dict[str, Any]:
-        cells = {**(row.get("columns") or {}), **row}  # also the columns of a data set
+        cells = {**(row.get("columns") or {}), **row}  # "columns": the data set's other columns
         try:
             text = self.text.format(**cells)
         except (AttributeError, LookupError, TypeError, ValueError) as error:

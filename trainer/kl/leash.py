@@ -1,4 +1,4 @@
-"""KL penalty to the reference or a teacher, each charged once: in the loss, reward or sequence."""
+"""The KL penalty, to the reference and to a teacher: each counts once, in the loss or reward."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -21,24 +21,23 @@ from trainer.surrogates import token_ratio
 
 @dataclass(frozen=True)
 class Leash:
-    """Charge coeff * KL of each sampled token, in one place.
+    """Apply the penalty coeff * KL of each sampled token, in one place.
 
-    The advantage calls `charge_reward`, the objective calls `loss_term`, on the same Leash. `where`
-    selects the one that charges: "reward", "loss", or "sequence", the loss with the KL of the later
-    states, `later_kl`, which the update adds to the batch. `controller` sets the coefficient;
-    `estimator` is a row of trainer/kl/estimators.py or an own `Estimator`. Without `allow_biased`,
-    raise ValueError if the pair of `where` and `estimator` does not have the gradient of a KL.
-    `jsd_weight` is the weight of the reference in the mixture of "jsd". A token whose KL in the
-    loss is above `cap` nats counts as `cap`, without a gradient.
-    `teacher` is a second leash, of the name "teacher", with a reference of its own: the same calls
-    charge both. The update has room for the distributions of one reference only.
+    The advantage calls `charge_reward` and the objective `loss_term`, on the same Leash; `where`
+    selects which of them applies the penalty. With "sequence" it is `loss_term`, which then also
+    uses the KL after each token, `later_kl`; the update adds it to the batch. `controller` sets the
+    coefficient; `estimator` is a name in trainer/kl/estimators.py or an `Estimator`. Raise
+    ValueError if `estimator`, in the place `where`, does not have the expected gradient of a KL,
+    unless `allow_biased`. `jsd_weight` is the weight of the reference in the mixture of "jsd". A
+    token whose KL in the loss is above `cap` nats counts as `cap`, without a gradient.
+    `teacher` is a second Leash, named "teacher": the same calls apply both penalties. At most one
+    of the two may be exact, because the update evaluates one reference only.
 
     >>> from trainer.kl.controllers import ConstantKLController
     >>> Leash(ConstantKLController(kl_coef=0.1), estimator="k1", where="reward").coeff
     0.1
     """
 
-    # Keys that `charge_reward` and `loss_term` read.
     reward_reads: ClassVar = batch_keys(
         "reward_raw", "loss_mask", "kl_penalty", ("log_probs", "full"), ("ref_log_probs", "full")
     )
@@ -52,7 +51,7 @@ class Leash:
     allow_biased: bool = False
     jsd_weight: float = 0.5
     cap: float | None = None
-    name: str = "ref"  # of LEASHES
+    name: str = "ref"  # a key of LEASHES
     teacher: "Leash | None" = None
 
     def __post_init__(self) -> None:
@@ -73,27 +72,27 @@ class Leash:
 
     @property
     def each(self) -> list["Leash"]:
-        """Return this leash, and that of the teacher if there is one."""
+        """Return this leash, and the teacher's if there is one."""
         return [self] if self.teacher is None else [self, self.teacher]
 
     @property
     def exact_leash(self) -> "Leash | None":
-        """Return the leash whose reference the update reads, for an exact divergence."""
+        """Return the leash with an exact divergence: the update evaluates its reference."""
         return next((each for each in self.each if each.needs_reference), None)
 
     @property
     def coeff(self) -> float:
-        """Return the current weight of the KL (nats) relative to the reward."""
+        """Return the coefficient of the KL, reward per nat."""
         return self.controller.coeff
 
     @property
     def needs_reference(self) -> bool:
-        """Return whether the update reads the distributions of this leash's reference."""
+        """Return whether the update evaluates this leash's reference."""
         return self.where != "reward" and self._estimator.needs == "vocabulary"
 
     @property
     def looks_ahead(self) -> bool:
-        """Return whether the loss charges a token the KL of the later states (`later_kl`)."""
+        """Return whether the loss counts the KL after a token too (`later_kl`)."""
         exact = self.exact_leash
         return exact is not None and exact.where == "sequence" and exact.coeff != 0
 
@@ -118,8 +117,8 @@ class Leash:
     def charge_reward(self, batch: TensorDictBase) -> TensorDictBase:
         """Write reward_kl and reward = reward_raw + reward_kl.
 
-        reward_kl [B, T] is -coeff * KL at the tokens of the loss mask, or 0 if the loss charges the
-        KL. kl_coeff_in_loss [B] is the coefficient that the loss must charge, 0 for none.
+        reward_kl [B, T] is -coeff * KL at the tokens of the loss mask, or 0 if the KL is in the
+        loss. kl_coeff_in_loss [B] is the coefficient that the loss must use, or 0.
         """
         raw = batch.get("reward_raw")  # [B, T]
         first, *more = [each._reward_part(batch) for each in self.each]  # [B, T] each
@@ -141,16 +140,16 @@ class Leash:
         return -self.coeff * kl * batch.get("loss_mask")  # [B, T]
 
     def loss_term(self, scores: Scores, batch: TensorDictBase) -> dict[str, Tensor]:
-        """Return coeff * KL [B, T] as "kl", of a teacher as "kl_teacher", if the loss charges it.
+        """Return {"kl": coeff * KL [B, T]}, and for a teacher "kl_teacher".
 
-        No other leash has an entry.
+        A leash that acts in the reward has no entry.
         """
         charging = [each for each in self.each if each.where != "reward" and each.coeff != 0]
         return {each.names.loss: each._loss_part(scores, batch) for each in charging}
 
     def _loss_part(self, scores: Scores, batch: TensorDictBase) -> Tensor:
         kl = self._kl(scores, batch)  # [B, T]
-        if self.where == "sequence":  # a gradient alone: the value stays the KL of the token
+        if self.where == "sequence":  # adds only a gradient: the value stays the KL of the token
             ratio = token_ratio(scores.log_probs, batch.get(("log_probs", "full")))  # [B, T]
             kl = kl + (ratio - ratio.detach()) * batch.get("later_kl")
         return self.coeff * kl
@@ -158,7 +157,7 @@ class Leash:
     def _kl(self, scores: Scores, batch: TensorDictBase) -> Tensor:
         curr, gen = scores.log_probs, batch.get(("log_probs", "full"), None)  # [B, T]
         ref = batch.get(self.names.log_probs, None)  # [B, T]
-        if gen is None and self.needs_reference:  # demonstrations: the divergence is all there is
+        if gen is None and self.needs_reference:  # demonstrations have no log-probs of a sampler
             gen = ref = curr
         if ref is None:
             raise ValueError(self._missing(".".join(self.names.log_probs)))
@@ -181,7 +180,7 @@ class Leash:
     def follow(self, metrics: Mapping[str, float], *, responses: int) -> None:
         """Update the coefficients from the KLs of an iteration.
 
-        `responses`: number on all ranks, including dropped responses, which have no KL.
+        `responses`: number on all ranks. Dropped responses have no KL, but count as samples.
         """
         valid = 1 - metrics.get("reward/dropped_fraction", 0.0)
         for each in self.each:
@@ -195,11 +194,11 @@ class Leash:
 
 
 def later_kl(kl: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
-    """Return the KL of the states after each token minus a baseline, [B, T].
+    """Return the sum of the KL after each token minus a baseline, [B, T].
 
-    kl and the loss mask [B, T], group_id [B] on the CPU, with equally many rows of each id. The
-    baseline is the mean of the group's other rows at the same place (`compare_places`), 0 if there
-    are none.
+    kl and the loss mask are [B, T], group_id [B] is on the CPU; each id has the same number of
+    rows. The baseline is the mean of the group's other rows at the same place (`compare_places`),
+    0 if there are none.
 
     >>> kl, ids = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 5.0]]), torch.tensor([7, 7])
     >>> later_kl(kl, kl > 0, ids).tolist()
@@ -222,19 +221,19 @@ def _mean_of_others(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def charged_in_reward(leash: Leash, batch: TensorDictBase) -> set[str]:
-    """Return the loss names of the KLs that the reward charged in full."""
+    """Return the loss names of the KLs that the reward contains, so that the loss must not."""
     charged = set()
     for each in leash.each:
         in_loss = batch.get(each.names.coeff_in_loss, None)  # [B]
-        if in_loss is not None and not bool(in_loss.any()):  # waits for the device
+        if in_loss is not None and not bool(in_loss.any()):  # synchronises the GPU
             charged.add(each.names.loss)
     return charged
 
 
 def check_charged(leash: Leash, *, in_reward: Collection[str], in_loss: Collection[str]) -> None:
-    """Raise ValueError unless exactly one place charges each KL whose coefficient is not 0.
+    """Raise ValueError unless each KL whose coefficient is not 0 counts in exactly one place.
 
-    in_reward, in_loss: the loss names of what they charge.
+    in_reward, in_loss: the loss names of the KLs that are in the reward and in the loss.
     """
     for each in leash.each:
         name = each.names.loss

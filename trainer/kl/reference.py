@@ -14,16 +14,16 @@ from policies.protocols import Policy
 from policies.scorer import LOCAL, Scorer, score_in_parts
 from trainer.batch import LEASHES, RESPONSE
 
-MAX_BYTES = 2**28  # of ref_states; scoring and update have up to three times as much at once
+MAX_BYTES = 2**28  # largest ref_states; peak memory is up to three times this
 
 
 class Reference:
     """Add the reference log-probs and the KL of each token to a batch, under the leash's `name`.
 
-    `model` comes from `policies.load_reference`. After each `every` iterations (0 = never) its
-    weights (with LoRA: its adapter's) become decay * reference + (1 - decay) * policy; decay 0 is a
-    reset to the policy. `sha256` is that of the start weights. With a `hint` (trainer/kl/hints.py)
-    it scores the response after another prompt.
+    `model` comes from `policies.load_reference`. Every `every` iterations (0 = never) the weights,
+    with LoRA the adapter's, become decay * reference + (1 - decay) * policy. `sha256` is the hash
+    of the weights before any refresh. With a `hint` (trainer/kl/hints.py) the reference scores the
+    response after the hinted prompt.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class Reference:
     def __call__(self, batch: TensorDictBase, *, keep_states: bool = False) -> TensorDictBase:
         """Return the batch with the log-probs (ref_log_probs.full) and kl_penalty, [B, T].
 
-        With `keep_states` also ref_states, so that the update needs no pass of the reference's
-        body; not if they take more than MAX_BYTES or the weights are sharded: ranks must agree.
-        With a hint they are always kept, because the update lacks the hint. Demonstrations, which
-        nothing sampled, are returned as they are: the update scores their states.
+        With `keep_states` also write ref_states, so that the update does not run the reference
+        again; not if they exceed MAX_BYTES or weights are sharded (ranks must decide alike). With a
+        hint they are kept at any size, because the update does not know the hinted prompt.
+        Demonstrations are returned unchanged: the update scores them.
         """
         if batch.get(RESPONSE, None) is None:
             return batch
         if self.hint is None:
             if not keep_states or not self._fits(batch):
                 return self.retrieve(batch)
-            return self.retrieve[1](self._with_states(batch))  # its KLComputation
+            return self.retrieve[1](self._with_states(batch))  # KLComputation alone
         hinted, sampled = self.hint(batch), batch.get(RESPONSE)  # [B, T]
         hinted = self._with_states(hinted) if keep_states else self.retrieve[0](hinted)
         for key in (self.names.log_probs, *(["ref_states"] if keep_states else [])):
@@ -83,7 +83,7 @@ class Reference:
         return self.retrieve[1](batch)
 
     def _fits(self, batch: TensorDictBase) -> bool:
-        """Return whether the update may read the states of the tokens."""
+        """Return whether ref_states may be kept for the update."""
         if self.scorer.placement is not LOCAL:
             return False
         weight, width = next(self.scorer.model.parameters()), self.scorer.head().weight.shape[1]
@@ -111,7 +111,7 @@ class Reference:
 
     @torch.no_grad()
     def refresh(self, iteration: int) -> None:
-        """Move towards the policy if `iteration` finished iterations are a multiple of `every`."""
+        """Move the weights towards the policy if `iteration` is a multiple of `every`."""
         if self.every and iteration % self.every == 0:
             for old, new in self.pairs.values():
                 # With weight 1 this is exactly the policy; half-precision shards round to it.
@@ -119,7 +119,7 @@ class Reference:
             self.moved = True
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights themselves, which a resume fills, or {} before the first refresh."""
+        """Return the weights (not copies: a resume fills them), or {} before the first refresh."""
         return {name: old for name, (old, _) in self.pairs.items()} if self.moved else {}
 
 

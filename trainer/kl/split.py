@@ -4,21 +4,22 @@ At a prompt where the reference is right with probability p and the policy with 
 
     KL = KL(Bernoulli(a) || Bernoulli(p)) + a KL(inside right) + (1 - a) KL(inside wrong)
 
-where "inside right" is the KL between policy and reference, each given a right response. Means over
-prompts: the first term is at least the least KL for the mean accuracy (trainer/kl/frontier.py,
-kl/needed), and the rest of it is misallocated: spent on a worse choice of prompts.
+where "inside right" is the KL between policy and reference, each given a right response. Averaged
+over prompts, the first term is kl/needed, the smallest KL for the mean accuracy
+(trainer/kl/frontier.py), plus kl/misallocated, the KL spent on the wrong prompts.
 
 From m responses of the policy, k of them right, and n of the reference, s of them right, with the
 harmonic numbers H:
 
     a log(a / p)         (k / m) (H(k - 1) - H(m - 1) - H(s) + H(n))
-    a KL(inside right)   (sum of log policy - log reference over right responses) / m, minus that
+    a KL(inside right)   (sum of log policy - log reference over right responses) / m
+                         - the first line
 
-and alike for wrong ones, so that the four parts add up to the measured KL. The first line is linear
-in unbiased estimates of the series -log x = sum over j of (1 - x)^j / j, cut at j = m - 1 and j = n
-(Zhang 2012, doi 10.1162/NECO_a_00266): its bias is a (R(m, a) - R(n + 1, p)) with the rest
-R(j, x) = sum over i >= j of (1 - x)^i / i. A log(a / p) of counts would have the bias 1 / (2 m) in
-the sum over right and wrong.
+and alike for wrong responses, so that the four parts add up to the measured KL. The first line uses
+unbiased estimates of the series -log x = sum over j of (1 - x)^j / j, cut at j = m - 1 and j = n
+(Zhang 2012, doi 10.1162/NECO_a_00266). Its bias is a (R(m, a) - R(n + 1, p)) with the rest
+R(j, x) = sum over i >= j of (1 - x)^i / i. The plain estimate log((k / m) / (s / n)) would have a
+bias of about 1 / (2 m) in the sum over right and wrong.
 """
 
 import numpy as np
@@ -30,8 +31,8 @@ Array = NDArray[np.float64]
 def split(right: Array, kl: Array, success: Array, needed: float) -> dict[str, float]:
     """Return the four parts of the mean KL, nats per response.
 
-    `right` and `kl` [P, m] of the policy's responses, `success` [P, n] of the reference's; `needed`
-    is the least KL for the mean accuracy. Noise may make a small part negative.
+    `right` and `kl` [P, m] belong to the policy's responses, `success` [P, n] to the reference's.
+    `needed` is the smallest KL for the mean accuracy. Noise may make a small part negative.
 
     >>> parts = split(np.array([[1.0, 1.0]]), np.array([[0.5, 0.5]]), np.array([[1.0, 1.0]]), 0.0)
     >>> parts["kl/in_right"], parts["kl/in_wrong"]

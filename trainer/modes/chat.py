@@ -1,4 +1,4 @@
-"""mode=chat: a terminal chat with the policy and the reference, which answer separately.
+"""mode=chat: a terminal chat with the policy and the reference, which respond separately.
 
 The policy's tokens are coloured by log pi - log ref at the sampling temperature (greedy: 1), as in
 report.html: orange where training made a token likelier, blue where less likely. Messages are read
@@ -23,7 +23,7 @@ from trainer.trainer import Trainer
 from trainer.transcripts import token_texts
 
 QUIT, RESET = "/quit", "/reset"
-STEPS = ((2.0, "bold "), (0.5, ""), (0.1, "dim "))  # least nats for each strength
+STEPS = ((2.0, "bold "), (0.5, ""), (0.1, "dim "))  # smallest |log-ratio| in nats of each style
 LIKELIER, LESS_LIKELY = "dark_orange", "dodger_blue1"  # as in trainer/pages/style.css
 
 
@@ -42,7 +42,7 @@ class Talk:
         self.ids = []
 
     def answer(self, text: str, stream: Tensor) -> int:
-        """Answer a message; return the number of tokens of the response."""
+        """Respond to a message; return the number of tokens of the response."""
         policy, new = self.policy, [{"role": "user", "content": text}]
         if self.ids:
             prompt = policy.renderer.extend(self.ids, self.messages, new)
@@ -86,7 +86,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     for side, name in zip(("policy", "reference"), names, strict=True):
         console.print(f"{side:<10} {name}", markup=False, soft_wrap=True)
     console.print(f"{RESET} begins a new chat, {QUIT} ends", markup=False)
-    scorer: Any = loop.retrieve_kl.scorer  # the settings of this mode measure a KL
+    scorer: Any = loop.retrieve_kl.scorer  # conf/modes.py sets kl.measure=true, so there is one
     chat(loop.policy, scorer, console, _lines(console), seed=settings["seed"])
     return 0.0
 
@@ -94,7 +94,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
 def chat(
     policy: Any, reference: Scorer, console: Console, lines: Iterable[str], *, seed: int = 0
 ) -> None:
-    """Answer each line with both models; print the error if a line cannot be answered."""
+    """Respond to each line with both models; if that fails, print the error."""
     talks = [Talk(policy), Talk(policy.get_new_version(model=reference))]
     for talk in talks:
         talk.reset()

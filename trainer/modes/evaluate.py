@@ -1,7 +1,7 @@
 """mode=evaluate: evaluate the eval rows of a task, print a table and write eval.json.
 
 pass@k is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, eq. 1), a mean over the rows.
-Responses that the task dropped are excluded, as in training. Metric names are those of
+Responses that the task dropped are excluded, as in training. Metrics have the same names as in
 metrics.jsonl.
 """
 
@@ -65,7 +65,7 @@ def tally(
         return {"rows": 0, "dropped_rows": dropped}
     out: dict[str, float] = {"rows": len(scored), "samples": samples, **accuracy}
     right = [int(sum(response["right"] for response in row)) for row in scored]
-    if len(scored) > 1:  # over rows: a row's samples are not independent
+    if len(scored) > 1:  # errors are over rows, because a row's samples are not independent
         out["standard_error"] = stdev(count / samples for count in right) / len(scored) ** 0.5
     for k in range(1, samples + 1) if samples > 1 else ():
         out[f"eval/pass@{k}"] = fmean(pass_at_k(samples, count, k) for count in right)

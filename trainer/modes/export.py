@@ -69,7 +69,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
             write_text(part / "curves.svg", run_svg(trained.folder))
         write_text(part / "README.md", card(trained, chosen, name=target.name))
         part.rename(target)  # replaces an empty folder; the parent has checked it
-    except BaseException:  # no partial model stays, e.g. on a full disk
+    except BaseException:  # remove the partial model, e.g. on a full disk
         shutil.rmtree(part, ignore_errors=True)
         raise
     print(f"exported   {chosen.label}\nmodel      {target}", flush=True)

@@ -18,8 +18,8 @@ class Weights:
     """A folder with model/ (adapter/ in a LoRA checkpoint) and a description of its weights."""
 
     folder: Path
-    kind: str  # "the final model"
-    run: str  # its folder, "" where no run trained it
+    kind: str  # for example "the final model"
+    run: str  # folder of the run that trained it, or ""
     iteration: int | None = None
 
     @property
@@ -34,11 +34,11 @@ class Weights:
 
 
 def choose_weights(folder: Path, *, keep_best: bool = False) -> Weights:
-    """Return the weights of a run to evaluate; ValueError if it has none.
+    """Return the weights of a run to evaluate.
 
-    `keep_best`: the first checkpoint with the best objective, if any has an objective. Otherwise
-    the final model of a finished run, else the newest checkpoint that verifies, else a model/ that
-    an earlier end of the run left.
+    If `keep_best`, the first checkpoint with the best objective, if one has an objective. Otherwise
+    the first that exists of: the final model of a finished run, the newest checkpoint that
+    verifies, a model/ of an earlier end of the run. Raise ValueError if the run has no weights.
     """
     status, place = read_status(folder), str(folder)
     final = Weights(folder, "the final model", place, status.get("iteration"))
@@ -56,7 +56,7 @@ def choose_weights(folder: Path, *, keep_best: bool = False) -> Weights:
     if states:
         newest = [*states][-1]
         return Weights(newest, "the newest checkpoint", place, states[newest]["iteration"])
-    if (folder / "model").is_dir():  # a longer run was refused before it began
+    if (folder / "model").is_dir():  # finished before, then a longer run was refused
         return Weights(folder, "the model of its last end", place)
     raise ValueError(missing_weights(folder))
 
@@ -78,7 +78,7 @@ def take_weights(loop: Trainer, settings: dict[str, Any]) -> Weights:
         raise ValueError(f"expected the model {started[:12]} that the run started from, got {got}")
     saved = read_yaml(folder / "config.yaml")
     for key, label in changed_inputs(read_status(folder).get("inputs", {}), loop.inputs).items():
-        if dig(saved, *key.split(".")) == dig(settings, *key.split(".")):  # not typed anew
+        if dig(saved, *key.split(".")) == dig(settings, *key.split(".")):  # the user did not set it
             loop.observers.say(f"note     {label} changed since this run trained")
     chosen = choose_weights(folder, keep_best=bool(dig(settings, "checkpoint", "keep_best")))
     loop.checkpoints.restore_weights(chosen.folder)

@@ -1,7 +1,7 @@
 """Charts as SVG text: axes, ticks, legends and curves, alone or in a page.
 
 Colours (chart.css) follow the reader's light or dark scheme; curves beyond the palette are dashed.
-A chart carries the values of its curves: script.js zooms them and shows the values.
+A chart contains the values of its curves, so that script.js can zoom and show them.
 """
 
 import json
@@ -15,8 +15,8 @@ from pathlib import Path
 from trainer.pages.formats import short
 
 CSS = Path(__file__).with_name("chart.css").read_text(encoding="utf-8")
-HUES = 8  # of chart.css
-MOST_POINTS = 4000  # of a chart, for runs of any length; of a curve at most a tenth of them
+HUES = 8  # number of hues in chart.css
+MOST_POINTS = 4000  # largest number of points per chart; a curve has at most a tenth of them
 _DASHES = ("", "5 3", "1.5 3", "8 3 1.5 3")
 _WIDE = set("mwMWGOQ@%")
 Points = Sequence[tuple[float, float]]
@@ -256,7 +256,7 @@ def data_range(*curves: Sequence[float], least: float = 0.0) -> tuple[float, flo
         high = sorted(values)[int(0.9 * (len(values) - 1))]
         spiky = len(values) >= 10 and 0 < high < max(values) / 5
         hi = max(hi, 1.5 * high if spiky else max(values))
-    # A value just below 0 counts as 0, else it would add a step to the axis.
+    # A value just below 0 counts as 0, because it would add a tick to the axis.
     return (0.0 if -1e-2 * hi <= lo <= 0.6 * hi else lo), hi
 
 

@@ -1,8 +1,8 @@
-"""Diagnose the problems of a run from its metrics alone.
+"""Diagnose the problems of a run from its metrics.
 
 A rule is a pure function of the past metrics: it returns the values for its text, or None.
 diagnosis.yaml has the texts and the threshold rules. A finding is repeated only after `QUIET`
-iterations without it. A resumed run rereads its metrics.jsonl. Healthy runs reach no threshold.
+iterations without it. A resumed run rereads its metrics.jsonl.
 """
 
 import math
@@ -17,10 +17,10 @@ import yaml
 from trainer.observer import Observer
 from trainer.runs.run_files import ITERATION, number, read_lines
 
-QUIET = 10  # iterations without a finding until it ends, so that it does not flap
-LEARNT = "loss/policy"  # distillation, which only measures rewards, has none
+QUIET = 10  # iterations without a finding until it ends, so that it is not repeated
+LEARNT = "loss/policy"  # only runs that learn from rewards log it; distillation does not
 WINDOW = 200  # iterations that the rules read
-BASE = 10  # first iterations, the baseline of a run
+BASE = 10  # the first iterations, with which later ones are compared
 RIGHT_BY = ("eval/right_by_normalised", "eval/right_by_words")
 ACCURACIES = ("eval/sampled_accuracy", "eval/greedy_accuracy")
 STYLES = {"warn": ("warning", "yellow"), "error": ("error", "red")}
@@ -41,7 +41,7 @@ class Finding:
 
 
 class Past:
-    """The metrics of all iterations and evaluations so far; None: not finite."""
+    """The metrics of all iterations and evaluations so far; a value that is not finite is None."""
 
     def __init__(self) -> None:
         self.evaluated: list[dict[str, Any]] = []
@@ -60,18 +60,18 @@ class Past:
     def beyond(
         self, metric: str, *, times: int, above=-math.inf, below=math.inf, beside: str | None = None
     ) -> Values:
-        """Return the latest value of a metric whose last `times` values lie beyond a threshold.
+        """Return the latest value of a metric if its last `times` values are beyond a threshold.
 
-        None if the last iteration lacks the metric `beside`.
+        Return None if they are not, or if the last iteration lacks the metric `beside`.
         """
         values = self.last(metric, times) if beside is None or self.last(beside, 1) else []
         exceeded = values and above < min(values) and max(values) < below
         return {"value": values[-1]} if exceeded else None
 
     def signal(self) -> tuple[str, float, list[float], list[float]]:
-        """Return the reward that a policy learns from, else the loss.
+        """Return name, sign to maximise, first and latest values of the reward, or of the loss.
 
-        As name, sign to maximise, first and latest values.
+        It is the loss if the policy does not learn from rewards.
         """
         lines = self.lines[-WINDOW:]
         rewarded = any({LEARNT, "reward/raw_mean"} <= line.keys() for line in lines)
@@ -91,7 +91,7 @@ def not_finite(past: Past) -> Values:
 
 
 def other_match(past: Past) -> Values:
-    """Report that more than twice as many responses would be right by another env.match."""
+    """Report another env.match by which more than twice as many responses would be right."""
     line = past.evaluated[-1] if past.evaluated else {}
     now = next((value for kind in ACCURACIES if (value := line.get(kind)) is not None), 0.0)
     best = max(RIGHT_BY, key=lambda name: line.get(name) or 0.0)
@@ -110,7 +110,7 @@ def calls_fail(past: Past) -> Values:
 def falling(past: Past) -> Values:
     """Report a run that lost half of its gain, or fell below its start, by five standard errors.
 
-    Three are too few: the best of many means is high by chance.
+    Three standard errors are too few, because the best of many means is high by chance.
     """
     name, sign, first, values = past.signal()
     if len(past.lines) < 3 * BASE or len(values) < 2 * BASE or not first:
@@ -125,10 +125,10 @@ def falling(past: Past) -> Values:
 
 
 def reward_hacked(past: Past) -> Values:
-    """Report a held-out reward above that of the best evaluation at a lower accuracy.
+    """Report a held-out reward above the reward of the most accurate evaluation.
 
-    One accuracy falls by a third and by 5 points, all of them fall, and the training reward rises
-    by three standard errors: such a rise is not chance.
+    Conditions: one accuracy fell by a third and by 5 points, all accuracies fell, and the training
+    reward rose by three standard errors.
     """
     (name, _, first, values), seen = past.signal(), past.evaluated
     kinds = [k for k in ACCURACIES if all(line.get(k) is not None for line in seen)]
@@ -177,12 +177,12 @@ class Diagnosis:
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         self.findings: list[Finding] = []
         self._past = Past()
-        self._seen: dict[str, int] = {}  # by rule: the latest iteration with a finding
+        self._seen: dict[str, int] = {}  # rule -> latest iteration with a finding
         for line in lines:
             self.see(line)
 
     def see(self, metrics: Mapping[str, Any]) -> list[Finding]:
-        """Return the new findings of an iteration; 0, before training, has rules of its own."""
+        """Return the new findings of an iteration; 0, before training, has other rules."""
         iteration, new = int(metrics[ITERATION]), []
         self._past.add(metrics)
         active = {finding.rule: finding for finding in self.findings if finding.until is None}
@@ -211,7 +211,7 @@ class Diagnose(Observer):
         self._diagnosis: Diagnosis | None = None
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        if self._diagnosis is None:  # a resumed run has reported the findings of its old lines
+        if self._diagnosis is None:  # findings of the lines before a resume are already reported
             lines = read_lines(self._runtime.folder / "metrics.jsonl")
             self._diagnosis = Diagnosis(line for line in lines if line[ITERATION] < iteration)
         for finding in self._diagnosis.see(metrics):

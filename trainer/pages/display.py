@@ -1,6 +1,6 @@
 """Terminal output: a progress bar on a terminal, plain lines in a log file.
 
-The signals of an RL run are reward and KL (its loss stays near 0), that of SFT is the loss.
+An RL run shows reward and KL, because its loss stays near 0; an SFT run shows the loss.
 """
 
 import os
@@ -44,7 +44,7 @@ class Output(Console):
         """Print, and log the texts."""
         super().print(*objects, **options)
         for text in objects:
-            if isinstance(text, str):  # a bar is no text
+            if isinstance(text, str):  # not a progress bar
                 TERMINAL.info(text)
 
     def on_broken_pipe(self) -> None:
@@ -69,8 +69,8 @@ class Bar(Progress):
 
 class _Evaluation(NamedTuple):
     label: str
-    fraction: float  # of the evaluation that is done
-    since: float  # of time.monotonic()
+    fraction: float  # share of the evaluation that is done
+    since: float  # start of the evaluation, time.monotonic()
 
 
 class Display(Observer):
@@ -136,7 +136,7 @@ class Display(Observer):
         now = time.monotonic()
         self._evaluating = _Evaluation(label, fraction, before.since if before else now)
         plain = self._bar is None and not self.brief
-        if plain and (before is None or now > self._printed + 60):  # a log stays active
+        if plain and (before is None or now > self._printed + 60):  # a line per minute in a log
             self._printed = now
             self.console.print(self._progress_of_evaluation() if before else label)
 
@@ -183,7 +183,7 @@ class Display(Observer):
             os.write(2, f"{STOPPING}\n".encode())
 
     def end(self, state: str, *, saved: int | None) -> None:
-        self._evaluating = None  # the last frame stays and must show no progress
+        self._evaluating = None  # the last frame stays on the terminal without progress
         self._stop_bar()
         if self.folder is None:
             return
@@ -206,7 +206,7 @@ class Display(Observer):
             sys.breakpointhook = self._debugger
 
     def _breakpoint(self, *args: Any, **options: Any) -> Any:
-        """Give the terminal to the debugger, which stops in this frame, one below the caller's."""
+        """Give the terminal to the debugger; it stops in this frame, one below the caller's."""
         self._stop_bar()
         return self._debugger(*args, **options)
 
@@ -261,7 +261,7 @@ def show_run(runtime: Any, total: int, *, show_every: int) -> Display:
     origin, sha = (dig(run.status, "model", key) or "?" for key in ("origin", "sha256"))
     name, cached = dig(run.config, "policy", "model"), run.config.get("kept_in")
     products = ", bfloat16 products" if "bfloat16" in run.status.get("products", "") else ""
-    frozen = dig(run.status, "model", "frozen")  # towers of images and sound
+    frozen = dig(run.status, "model", "frozen")  # encoders of images and sound
     products += f", {frozen} weights frozen that a text never reaches" if frozen else ""
     bare = dig(run.status, "model", "without_adapter")
     products += f", LoRA leaves out {100 * bare:.2g}% of the weights in matrices" if bare else ""
@@ -270,7 +270,7 @@ def show_run(runtime: Any, total: int, *, show_every: int) -> Display:
     header |= {"date": f"{day}, which the chat template writes"} if day else {}
     if not (device := dig(run.status, "machine", "device") or "cpu").startswith("cpu"):
         header["device"] = device
-    if runtime.ranks == 1 and "ACCELERATE_MIXED_PRECISION" in os.environ:  # by accelerate launch
+    if runtime.ranks == 1 and "ACCELERATE_MIXED_PRECISION" in os.environ:  # accelerate launch
         header["ranks"] = "1 rank; for two: python train.py ... launch.num_processes=2"
     header |= {"kept in": str(cached)} if cached else {"report": folder / _FILES["report"]}
     return Display(

@@ -52,7 +52,7 @@ TITLES = {
     EVAL_REWARD: ("Held-out reward against KL to the reference", "mean per held-out response"),
 }
 LABELS = {REWARD: "reward", ACCURACY: "accuracy", EVAL_REWARD: "held-out reward"}
-HUE = "var(--hue3)"  # of the optimal frontier
+HUE = "var(--hue3)"  # colour of the optimal frontier
 
 
 def draw_sweep(
@@ -134,7 +134,7 @@ def kl_axes(chart: Chart, most: float, values: Sequence[float]) -> None:
         x_label="KL, nats per response (square-root scale)",
         x_ticks=_root_ticks,
         warp=math.sqrt,
-        inset=(12, 28),  # for the labels of the outermost points
+        inset=(12, 28),  # leaves room for the labels of the outermost points
     )
 
 
@@ -190,7 +190,7 @@ def _point(chart: Chart, setting: Setting, by: str, *, filled: bool) -> None:
     """Draw a point, `filled` if on the Pareto line, dashed if unfinished."""
     (kl, value), spots, several = setting.place(by), setting.spots(by), ""
     x, y = _pixel(chart, (kl, value))
-    if len(spots) > 1:  # bars: the range of the seeds in both directions
+    if len(spots) > 1:  # bars show the range over the seeds in both directions
         xs, ys = zip(*(_pixel(chart, spot) for spot in spots), strict=True)
         left, right, top, bottom = min(xs), max(xs), min(ys), max(ys)
         across = f"M{left} {y}H{right}M{left} {y - 3:g}v6M{right} {y - 3:g}v6"
@@ -209,11 +209,11 @@ def _point(chart: Chart, setting: Setting, by: str, *, filled: bool) -> None:
 def _labels(
     chart: Chart, settings: Sequence[Setting], by: str, *, marks: Sequence[tuple[float, float]]
 ) -> None:
-    """Label points where no point, bar, label or other mark is, else they have tooltips only.
+    """Label the points where there is room; the others have only tooltips.
 
     Points at one pixel share a label.
     """
-    texts: dict[tuple[float, float], list[str]] = {}  # by pixel
+    texts: dict[tuple[float, float], list[str]] = {}  # pixel -> labels
     points = [_pixel(chart, spot) for spot in (*marks, *(s.place(by) for s in settings))]
     taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
     for setting in settings:
@@ -272,13 +272,13 @@ def caption(run: Run, frontier: Frontier) -> str:
 
 
 def _error(run: Run, suffix: str) -> str:
-    """Return the standard error of an efficiency, "" if a run logs none."""
+    """Return the standard error of an efficiency as text, or "" if a run logs none."""
     error = run.last(f"kl/efficiency_error{suffix}")
     return "" if error is None else f" (standard error {error:.2f})"
 
 
 def _split(run: Run) -> str:
-    """Return which share of the KL changed style, by the last split (trainer/kl/split.py)."""
+    """Return the share of the KL that does not change the accuracy (trainer/kl/split.py)."""
     parts = [run.last(f"kl/{name}") for name in ("needed", "misallocated", "in_right", "in_wrong")]
     if None in parts:
         return ""
@@ -301,7 +301,7 @@ def sample_frontier(folder: Path, samples: int) -> None:
     known = read_frontier(folder / FRONTIER_FILE) if (folder / FRONTIER_FILE).is_file() else None
     if known is not None and known.success.shape[1] >= samples and has_same_rows(known, run):
         return  # the existing samples are at least as precise
-    with TemporaryDirectory(dir=folder, prefix=".frontier") as aside:  # a job may have its own file
+    with TemporaryDirectory(dir=folder, prefix=".frontier") as aside:  # a job may have a file too
         words = ["mode=frontier", f"eval.num_samples={samples}"]
         words.append(f"resume={hydra_path(run.resolve())}")
         command = [sys.executable, str(SCRIPT), *words, f"output_dir={hydra_path(Path(aside))}"]

@@ -17,8 +17,8 @@ from trainer.pages.page import PATIENCE
 from trainer.pages.report import run_svg, write_report
 
 log = logging.getLogger(__name__)
-SECONDS, FRACTION = 30.0, 0.02  # least time between pages; largest fraction of it for writing
-CELL_SECONDS = 1.0  # least time between pictures in a notebook
+SECONDS, FRACTION = 30.0, 0.02  # shortest time between pages; largest share of it for writing
+CELL_SECONDS = 1.0  # shortest time between pictures in a notebook
 
 
 class LiveReport(Observer):
@@ -26,7 +26,7 @@ class LiveReport(Observer):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._due = 0.0  # of time.monotonic()
+        self._due = 0.0  # next time to write, time.monotonic()
         self._warned = False
 
     def begin(self) -> None:
@@ -49,7 +49,7 @@ class LiveReport(Observer):
         begin = time.monotonic()
         try:
             write_report(self.folder)
-        except Exception as error:  # a full disk, damaged files: the run matters more
+        except Exception as error:  # a full disk or damaged files must not end the run
             if not self._warned:
                 log.warning("no live report: %s: %s", type(error).__name__, error)
             self._warned = True
@@ -66,7 +66,7 @@ class CellCurves(Observer):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._cell: Any = None
-        self._due = 0.0  # of time.monotonic()
+        self._due = 0.0  # next time to write, time.monotonic()
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         if iteration and time.monotonic() >= self._due:
@@ -80,7 +80,7 @@ class CellCurves(Observer):
         from IPython.display import HTML, display  # a notebook has it
 
         with suppress(ValueError, OSError):
-            # an image, so that its style sheet stays its own
+            # As an image, because its style sheet would change the notebook.
             data = b64encode(run_svg(self.folder).encode()).decode()
             picture = HTML(f'<img alt="reward and KL" src="data:image/svg+xml;base64,{data}">')
             if self._cell is None:

@@ -100,12 +100,12 @@ def notes_of(run: Run) -> list[dict[str, Any]]:
 def draw(panel: Panel, run: Run) -> str:
     """Draw a panel; "" if the run logs none of its metrics."""
     if "kl/coeff" in panel.metrics and not run.series("kl/ref"):
-        return ""  # no KL that the coefficient scales
+        return ""  # no KL is multiplied by the coefficient
     series: list[Series] = []
     for index, (metric, name) in enumerate(panel.metrics.items()):
         logged = _logged(metric, run)
         points = run.series(logged)
-        # an equal curve is redundant: the task reward without a KL part, SFT's only loss
+        # Leave out equal curves: the task reward if there is no KL part, SFT's only loss.
         if points and not any(_alike(points, s.points) for s in series):
             name = name if logged == metric else logged.rpartition("/")[2]
             series.append(Series(name, points, hue=index, dots=metric.startswith("eval/")))
@@ -154,6 +154,6 @@ def _constant(points: Points, least: float) -> bool:
 
 
 def _logged(metric: str, run: Run) -> str:
-    """Return the name under which a run logs a metric: eval/pass@k as eval/pass@8."""
+    """Return the name by which a run logs a metric: eval/pass@8 for eval/pass@k."""
     stem, at, _ = metric.partition("@")
     return next((n for n in run.names() if at and n.startswith(stem + at)), metric)

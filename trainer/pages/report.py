@@ -114,7 +114,7 @@ def _changes(run: Run) -> list[list[str]]:
         if key not in ours or key in (*PLACES, "date") or f"{key}.".startswith(follows):
             continue
         first, second, value = leash.get(key, ""), theirs.get(key, ""), ours[key]
-        # a model that an experiment trains has become a folder
+        # The run has the folder of a model that an experiment trained.
         if value != second and not second.startswith("experiment:"):
             by_hand.append([key, first, second, value])
         elif second != first:

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.runs.run_files import parse_line
 
-MOST, MOST_EVAL = 2**21, 2**20  # bytes of the file: responses in training, to held-out prompts
+MOST, MOST_EVAL = 2**21, 2**20  # bytes of the file to show, of training and of evaluations
 PAIRS = 6  # held-out prompts whose responses before and after training are shown
 TranscriptRow = dict[str, Any]  # a row of transcripts.jsonl
 Key = tuple[str, int]  # kind and iteration of a row
@@ -23,7 +23,7 @@ _PLACE = re.compile(rb'"iteration": (\d+), "kind": "(\w+)"')
 
 
 def select_responses(path: Path) -> dict[str, Any]:
-    """Return the template values from a transcripts.jsonl; {} without responses."""
+    """Return the template values from a transcripts.jsonl, or {} without responses."""
     sizes: dict[Key, int] = {}
     for key, line in _lines(path):
         sizes[key] = sizes.get(key, 0) + len(line)

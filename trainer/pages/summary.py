@@ -11,7 +11,7 @@ from trainer.runs.folders import program, quoted
 from trainer.runs.redact import redact_text
 from trainer.runs.run_files import PLACES, Run, dig, number, read_yaml
 
-GAINS = {  # only the first one before the accuracies that a run has
+GAINS = {  # a run shows the first of these that it logs, before its accuracies
     "reward/raw_mean": "task reward",
     "reward/mean": "reward",
     "preference/accuracy": "preference accuracy",
@@ -121,7 +121,7 @@ def repeat_command(run: Run) -> str:
     if (day := run.status.get("date")) and "date" not in run.overrides:
         rest.append(f"date={day}")
     if not named and (chosen := dig(hydra, "runtime", "choices", "experiment")):
-        named = [f"experiment={chosen}"]  # by the primary configuration
+        named = [f"experiment={chosen}"]  # chosen by the primary configuration
     command = map(redact_text, [*_config_flags(hydra), *named, *rest])
     return shlex.join([*program(), *command]) if run.words or hydra else ""
 

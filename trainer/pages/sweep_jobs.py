@@ -1,6 +1,6 @@
 """Read the results of the jobs of a sweep from their files, finished or not.
 
-Reward and KL of a job are means over its last ten iterations, at most a quarter of them; the reward
+Reward and KL of a job are means over its last ten iterations, at most a quarter of all; the reward
 is the task's, without a KL part. Jobs are named by the keys that differ between them; jobs that
 differ only in the seed are one setting.
 """
@@ -28,7 +28,7 @@ from trainer.runs.run_files import PLACES, Run, dig, flatten, is_sweep, load_run
 
 OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
 EFFICIENCY, DRIFT = "kl/efficiency", "kl/behaviour"
-SAME = ("policy", "env", "eval")  # keys of comparable jobs
+SAME = ("policy", "env", "eval")  # sections that comparable jobs share
 SAME += ("kl.reference", "kl.reference_temperature", "kl.hint", "kl.refresh_every")
 COLUMNS = {"objective": (OBJECTIVE, short), "reward": (REWARD, short), "KL": (KL, nats)}
 
@@ -308,9 +308,9 @@ def efficiency(run: Run, frontier: Frontier) -> float | None:
 
 
 def find_frontier(folder: Path) -> Frontier | None:
-    """Return the frontier of a run or sweep, else that of the sweep around it.
+    """Return the frontier of a run or sweep, else the frontier of the sweep around it.
 
-    None if it has other held-out rows than the run evaluates.
+    Return None if its held-out rows are not those that the run evaluates.
     """
     around = [parent for parent in folder.resolve().parents[:3] if is_sweep(parent)]
     files = [place / FRONTIER_FILE for place in (folder, *around)]
@@ -320,7 +320,7 @@ def find_frontier(folder: Path) -> Frontier | None:
 
 
 def find_sweep_frontier(sweep: Sweep) -> Frontier | None:
-    """Return the frontier of a sweep, else that of a job if the jobs are comparable."""
+    """Return the frontier of a sweep, else of one of its jobs if the jobs are comparable."""
     folders = [sweep.folder]
     folders += [job.run.folder for job in sweep.jobs] if comparable(sweep.jobs) else []
     return next(filter(None, map(find_frontier, folders)), None)

@@ -36,10 +36,10 @@ from trainer.pages.sweep_jobs import (
 )
 from trainer.runs.run_files import read_lines
 
-# in the order of a run's preference
+# A run's sweep metric is the first of these that it logs.
 OBJECTIVES = (ACCURACY, "eval/greedy_accuracy", "reward/mean", "loss/total")
-PROMPTS, SETTINGS = 8, 6  # at most, of responses side by side
-READ = 2**20  # bytes of a file: responses before training are at its start, those after at its end
+PROMPTS, SETTINGS = 8, 6  # largest table of responses side by side
+READ = 2**20  # bytes to read of a file, at its start (before training) and its end (after)
 
 Links = dict[str, dict[str, str]]  # text and page of each job
 
@@ -105,7 +105,7 @@ def _values(sweep: Sweep) -> dict[str, Any]:
 def _pictures(
     settings: Sequence[Setting], jobs: Sequence[Job], frontier: Frontier | None
 ) -> list[str]:
-    """Draw reward and held-out metrics against KL, those of the frontier first."""
+    """Draw reward and held-out metrics against KL, first the metrics with a frontier."""
     metrics = [ACCURACY, EVAL_REWARD, REWARD] if frontier else [REWARD, ACCURACY, EVAL_REWARD]
     known = (metric for metric in metrics if any(s.spots(metric) for s in settings))
     return [draw_sweep(jobs, width=420, height=320, by=m, frontier=frontier) for m in known]
@@ -149,7 +149,7 @@ def _table(settings: Sequence[Setting], keys: Sequence[str], links: Links) -> di
         if len(set(cells)) == 1:
             same |= {title: cells[0]} if cells[0] else {}
         elif cells not in columns.values() and title.replace("/", ".") not in columns:
-            columns[title] = cells  # but not kl/coeff in addition to kl.coeff
+            columns[title] = cells  # kl/coeff only if kl.coeff has no column
     rows = [
         [{"text": name, "page": links[s.jobs[0].name]["page"] if len(s.jobs) == 1 else ""}, *cells]
         for s, (name, *cells) in zip(settings, zip(*columns.values(), strict=True), strict=True)

@@ -59,8 +59,8 @@ def missing_weights(folder: Path) -> str:
 def nothing_left(config: Mapping[str, Any]) -> str | None:
     """Return a message if the run to resume has already done all its iterations, else None.
 
-    A run that trainer.stop_at or .patience ended has nothing left unless they change.
-    ValueError: it has more iterations than the configuration, or no checkpoint to resume from.
+    A run that trainer.stop_at or .patience ended has nothing left unless they change. Raise
+    ValueError if it has more iterations than the configuration, or no checkpoint to resume from.
     """
     if not config["resume"] or config["mode"] != "train":
         return None

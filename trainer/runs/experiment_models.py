@@ -15,7 +15,7 @@ from trainer.runs.run_files import PREFIX, Compose
 
 IRRELEVANT = ("tracker", "launch", "checkpoint", "observers")
 IRRELEVANT += ("mode", "preflight", "allow_targets")
-NO_CHECKPOINTS = {"every": 0, "on_stop": False}  # a stopped warm-up begins again
+NO_CHECKPOINTS = {"every": 0, "on_stop": False}  # a stopped warm-up starts anew
 
 
 def resolve_experiment(name: str, compose: Compose, start: Callable[[dict, Path], None]) -> str:
@@ -46,10 +46,10 @@ def resolve_experiment(name: str, compose: Compose, start: Callable[[dict, Path]
 
 
 def cache_folder(experiment: str, config: dict[str, Any], compose: Compose) -> Path:
-    """Return the cache folder of an experiment with this configuration, as its inputs are now.
+    """Return the cache folder of an experiment with this configuration and its current inputs.
 
-    The key hashes the configuration, all files and code that it names, leash's own code, and the
-    same of the experiments whose models it starts from.
+    The name is a hash of the configuration, of all files and code that it names, of leash's code,
+    and of the same for the experiments whose models it starts from.
     """
     relevant = {k: v for k, v in config.items() if k not in IRRELEVANT}
     names = re.findall(rf'"{PREFIX}([^"]+)"', json.dumps(relevant))
@@ -60,7 +60,7 @@ def cache_folder(experiment: str, config: dict[str, Any], compose: Compose) -> P
 
 
 def without_training(node: Any, compose: Compose) -> Iterator[str]:
-    """Replace each experiment:<name> by its cached or its start model; yield the latter."""
+    """Replace experiment:<name> by its cached model, else its start model; yield uncached names."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, dict | list):
             yield from without_training(value, compose)

@@ -18,11 +18,11 @@ from trainer.runs.redact import redact_text
 from trainer.runs.run_files import read_status
 from trainer.runs.run_log import TERMINAL, VERBOSE
 
-REFUSED = 2  # exit code
+REFUSED = 2  # exit code of a refused configuration
 
 
 class Refused(ValueError):
-    """A configuration that no run can have, found before anything was loaded."""
+    """A faulty configuration, found before anything was loaded."""
 
 
 # Messages of Python, C and safetensors (Rust): full disk, quota, `ulimit -f`, read-only disk.
@@ -35,7 +35,7 @@ LOST = re.compile(
     r"Connection (closed|reset) by peer|remote process exited|Broken pipe.*gloo"
     r"|monitoredBarrier|gloo.*Timed out waiting"
 )
-TRACEBACKS = "LEASH_TRACEBACKS"  # the user's HYDRA_FULL_ERROR, for the processes of a run
+TRACEBACKS = "LEASH_TRACEBACKS"  # passes the user's HYDRA_FULL_ERROR to the processes of a run
 LONG = 2_000  # characters of a line, which may quote a response
 LONGEST = 1 << 20  # characters of a traceback
 LESS_MEMORY = (
@@ -83,7 +83,7 @@ def record_failure(folder: Path, error: BaseException) -> int:
         write_text(path, f"{line}\n\n{text}")
     noted = read_errors(folder)
     first, cause = noted[0] if noted else (path, line)  # the rank that failed first
-    # Rank 0 may be dead; if it lives, it writes the same again.
+    # Rank 0 may be dead; otherwise it writes the same status again.
     running = read_status(folder).get("state") == "running"
     written = (is_main_rank() or running) and close_status(folder, "failed", cause)
     alone = "LEASH_PARENT" not in os.environ
@@ -105,7 +105,7 @@ def read_errors(folder: Path) -> list[tuple[Path, str]]:
 def close_status(folder: Path, state: str, reason: str) -> bool:
     """Write the end of an unfinished run to status.json; return whether that succeeded.
 
-    On a full disk the file is written in place: a few more bytes fit into its block.
+    On a full disk the file is written in place, because a few bytes fit into its last block.
     """
     if (status := read_status(folder)).get("state") == "finished":
         return True

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
-PLAN = "sweep.json"  # the words of a sweep, the folders of its jobs, and whether it has ended
+PLAN = "sweep.json"  # a sweep's command line, the folders of its jobs, and whether it has ended
 TEMPORARY = ".leash-"  # prefix of folders that are removed at exit
 RUN = "config.yaml status.json metrics.jsonl transcripts.jsonl report.html model errors checkpoints"
 

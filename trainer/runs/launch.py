@@ -39,12 +39,12 @@ from trainer.runs.run_files import PREFIX, Compose, load_run, read_status
 from trainer.runs.run_log import TERMINAL, run_log
 from trainer.stopping import Stopped, stop_reason
 
-# Variables that ranks do not inherit: those of an outer launcher, and PYTHONOPTIMIZE, which removes
-# the docstrings that transformers reads.
+# Variables that ranks do not inherit: an outer launcher's, and PYTHONOPTIMIZE, which removes the
+# docstrings that transformers reads.
 RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 RANK |= {"PYTHONOPTIMIZE", "SLURM_STEP_ID"}
 STOPPED = 143  # exit code of a rank that stopped on request
-Worker = Callable[..., int]  # from the words after --worker to an exit code
+Worker = Callable[..., int]  # maps the words after --worker to an exit code
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RANK_EXIT_SECONDS = 30  # a rank that waits for a dead rank may never return (NCCL)
 
@@ -56,16 +56,16 @@ class Interrupted(SystemExit):
 def start(config: dict[str, Any], folder: Path, *, compose: Compose, worker: Worker) -> float:
     """Run one job after its warm-up; return the metric of a sweep.
 
-    It runs in fresh processes, or by `worker` in this process with launch.in_process.
-    ValueError if another run holds the folder, which then stays unchanged. A new run that is
-    refused before it began leaves no file.
+    It runs in fresh processes, or with launch.in_process by `worker` in this process. Raise
+    ValueError, and leave the folder unchanged, if another run holds it. A new run that is refused
+    before it began leaves no file.
     """
     with locked(folder), run_log(folder):
         lock_folder(folder, RANK0).release()  # waits for the rank 0 of a killed launcher
         try:
             prepare(config, folder, compose=compose, worker=worker)
             ranks, threads = config["launch"]["num_processes"], config["launch"]["threads"]
-            ranks = 1 if config.get("preflight_gpu") else ranks  # a dry run
+            ranks = 1 if config.get("preflight_gpu") else ranks  # a dry run is one process
             command = worker_command(config, folder)
             if config["launch"].get("in_process"):
                 status = run_in_process(worker, command, folder, threads=threads)
@@ -114,14 +114,14 @@ def prepare(config: dict[str, Any], folder: Path, *, compose: Compose, worker: W
         say(f"{mode}: starting")
     elif "kept_in" not in config:  # resolve_experiment announces a warm-up
         near, verb = os.path.relpath(folder), "going on" if config.get("resume") else "starting"
-        place = folder if near.startswith(".") else near  # . after hydra.job.chdir
+        place = folder if near.startswith(".") else near  # "." with hydra.job.chdir
         say(f"{load_run(folder).experiment}: {verb} in {place}")
     config = resolve(config | {"resume": None} if mode == "train" else config)
-    config["date"] = config.get("date") or date.today().isoformat()  # a resume has that of its run
+    config["date"] = config.get("date") or date.today().isoformat()  # a resume keeps its run's date
     path, text = folder / "config.yaml", yaml.safe_dump(config, sort_keys=False)
     if not path.exists() or path.read_bytes() != text.encode():
         write_text(path, text)
-    shutil.rmtree(folder / "errors", ignore_errors=True)  # of an earlier attempt
+    shutil.rmtree(folder / "errors", ignore_errors=True)  # left by an earlier attempt
     for old in (folder / "status.json", *folder.glob(".*.tmp")):  # a kill leaves .tmp files
         old.unlink(missing_ok=True)
 
@@ -150,14 +150,15 @@ def _mode(config: dict[str, Any]) -> str:
 def run(
     command: Sequence[str], folder: Path, *, ranks: int = 1, threads: int | None = None
 ) -> dict[str, Any]:
-    """Run the worker command on each rank; return the status, RuntimeError if a rank failed.
+    """Run the worker command on each rank; return the status.
 
     The first SIGINT or SIGTERM is forwarded: the run stops at its next safe point. A second signal
-    kills it. A stopped run raises `Interrupted` with 128 + the signal.
+    kills it. Raise RuntimeError if a rank failed, and `Interrupted` with 128 + the signal if the
+    run was stopped.
     """
     each = threads_of_a_rank(threads, ranks)
     with _caught_signals() as signals, socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for rank 0 to listen on
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 will listen there
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
         processes = _start_ranks(command, ranks=ranks, threads=each, port=port)
@@ -172,7 +173,7 @@ def run_in_process(
     """Run a worker command in this process, for a debugger; results and errors as in `run`."""
     os.environ["LEASH_PARENT"] = ""  # `_end` reports the result
     os.environ["OMP_NUM_THREADS"] = str(threads_of_a_rank(threads, 1))
-    with _caught_signals(at_once=True) as signals:  # until the run installs its handlers
+    with _caught_signals(at_once=True) as signals:  # holds until the run installs its handlers
         code = worker(*command[command.index("--worker") + 1 :])
     reason = read_status(folder).get("reason")
     signals = signals or [kind for kind in SIGNALS if reason == stop_reason(kind)]
@@ -189,7 +190,7 @@ def _end(folder: Path, code: int, signals: list[int], *, who: str) -> dict[str, 
     failure = _close(folder, code, signals, who=who)
     if (code or signals) and (folder / "report.html").exists():
         with suppress(Exception):  # a damaged folder or a full disk
-            write_report(folder)  # again, with the reason of the end
+            write_report(folder)  # now with the reason of the end
     status = read_status(folder)
     state = status.get("state")
     if (signals and state != "finished") or state == "preempted":

@@ -1,7 +1,7 @@
 """File locks: one run at a time in a run folder and on a GPU. Torch-free.
 
-The launcher holds `.lock` until the run is over. Rank 0 holds `.lock.rank0`: after its launcher is
-killed, it runs until its next safe point.
+The launcher holds `.lock` until the run is over. Rank 0 holds `.lock.rank0`, because it runs until
+its next safe point after its launcher was killed.
 """
 
 import os
@@ -15,11 +15,11 @@ from filelock import BaseFileLock, FileLock, Timeout
 from trainer.runs.folders import is_main_rank
 
 LOCK_FILE, RANK0 = ".lock", ".lock.rank0"
-WAIT = 10.0  # seconds for the rank 0 of a killed launcher
+WAIT = 10.0  # seconds to wait for the rank 0 of a killed launcher
 
 
 def lock_folder(folder: Path, name: str = LOCK_FILE) -> BaseFileLock:
-    """Lock a run folder until the lock is released; ValueError if another run holds it."""
+    """Lock a run folder until the lock is released; raise ValueError if another run holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / name)
     try:
@@ -30,7 +30,7 @@ def lock_folder(folder: Path, name: str = LOCK_FILE) -> BaseFileLock:
 
 @contextmanager
 def locked(folder: Path, name: str = LOCK_FILE) -> Iterator[None]:
-    """Lock a run folder for a block; ValueError if another run holds it."""
+    """Lock a run folder for a block; raise ValueError if another run holds it."""
     lock = lock_folder(folder, name)
     try:
         yield
@@ -69,7 +69,7 @@ def reserved_gpus(count: int) -> Iterator[None]:
     place.mkdir(exist_ok=True)
     mine: list[str] = []
     with ExitStack() as locks:
-        with FileLock(place / "queue"):  # one job at a time, else jobs could deadlock
+        with FileLock(place / "queue"):  # two jobs that collect GPUs at a time could deadlock
             while len(mine) < count:
                 for gpu in (gpu for gpu in gpus if gpu not in mine and len(mine) < count):
                     with suppress(Timeout):

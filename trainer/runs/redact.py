@@ -1,8 +1,8 @@
 """Hide secrets in everything a run writes: configurations, names, reports, errors, W&B.
 
-A text under a key whose name ends in one of `_NAME` is hidden, and so is, wherever it occurs, the
-value of an environment variable whose name contains one or ends in _PASS, _PAT, _PWD or _KEY. Keys
-of a configuration may end in _key without a secret: reward_key, answer_key.
+A text is hidden if its key ends in one of `_NAME`. The value of an environment variable is hidden
+wherever it occurs, if the variable's name contains one of `_NAME` or ends in _PASS, _PAT, _PWD or
+_KEY. Keys of a configuration may end in _key without a secret: reward_key, answer_key.
 """
 
 import os
@@ -12,10 +12,10 @@ from typing import Any
 HIDDEN = "<hidden>"
 _NAME = r"(?:token|secret|passw(?:or)?d|passphrase|(?:api|access)[_-]?key)s?"
 _KEY = re.compile(rf"(?i){_NAME}$")
-_PLACE = r"(?!.*_(?:file|path|dir)$)"  # HF_TOKEN_PATH names a file
+_PLACE = r"(?!.*_(?:file|path|dir)$)"  # HF_TOKEN_PATH is the path of a file, not a secret
 _VARIABLE = re.compile(rf"(?i){_NAME}(?![a-z]){_PLACE}|_(?:pass|pat|pwd|key)$")
 _SHORTEST = 8  # characters; shorter values occur inside ordinary words
-# name=value, but for ${...} and for counts, as in max_new_tokens=16 or =choice(16,32)
+# name=value, except ${...} and counts, as in max_new_tokens=16 or =choice(16,32)
 _COUNT = r"\$\{|null\b|choice\(|range\(|\[?[\d.]+(?![\w.])"
 _PAIR = re.compile(rf"(?i)(\b[\w.-]*{_NAME}(?:=|['\"]: ?)['\"]?)(?!{_COUNT})[^\s,'\"}})\]]{{4,}}")
 _URL = re.compile(r"(:/{1,2}[^/\s:@]*:)[^/\s@]+@")  # one slash in a path that was a URL

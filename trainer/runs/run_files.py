@@ -128,13 +128,13 @@ def is_sweep(folder: Path) -> bool:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite int or float unchanged, anything else as None."""
+    """Return a finite int or float unchanged, and None for anything else."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number and abs(value) < 1e300 else None  # an int may have any length
+    return value if is_number and abs(value) < 1e300 else None  # a huge int overflows a float
 
 
 def read_lines(path: Path, *, most: int | None = None) -> list[dict[str, Any]]:
-    """Read the JSON objects of a .jsonl file; torn lines and a missing file are skipped.
+    """Read the JSON objects of a .jsonl file; skip torn lines, return [] for a missing file.
 
     `most`: read only the first and last `most / 2` bytes of a larger file.
     """
@@ -182,7 +182,7 @@ def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def read_yaml(path: Path, kind: type = dict) -> Any:
-    """Read a YAML file of type `kind`; an empty `kind` if it is missing or torn."""
+    """Read a YAML file of type `kind`; return an empty `kind` if it is missing or torn."""
     try:
         data = yaml.load(path.read_text(errors="replace"), Loader=_Loader)
     except (OSError, ValueError, yaml.YAMLError):
@@ -191,7 +191,7 @@ def read_yaml(path: Path, kind: type = dict) -> Any:
 
 
 def parse_line(text: str) -> dict[str, Any] | None:
-    """Parse a line of JSON; None if it is torn or no object."""
+    """Parse a line of JSON; return None if it is torn or not an object."""
     try:
         item = json.loads(text)
     except ValueError:

@@ -10,7 +10,7 @@ from trainer.runs.folders import is_main_rank
 from trainer.runs.redact import redact_text
 
 LOG_FILE = "run.log"
-VERBOSE = "LEASH_VERBOSE"  # hydra.verbose, for the processes of a run: true, or names of loggers
+VERBOSE = "LEASH_VERBOSE"  # passes hydra.verbose to the processes of a run: true, or loggers
 TERMINAL = logging.getLogger("leash")  # receives the lines of the terminal
 TERMINAL.setLevel(logging.INFO)
 TERMINAL.addHandler(logging.NullHandler())
@@ -52,7 +52,7 @@ def run_log(folder: Path) -> Iterator[None]:
     terminal, before = logging.lastResort or logging.StreamHandler(), root.level
     added = [file] if root.handlers else [file, terminal]
     root.setLevel(min(before, logging.INFO))
-    for name in ("httpx", "filelock"):  # else a line per request, and per lock
+    for name in ("httpx", "filelock"):  # they log a line per request and per lock
         logging.getLogger(name).setLevel(logging.WARNING)
     if verbose := os.environ.get(VERBOSE):
         for name in verbose.split(","):

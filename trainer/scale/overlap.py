@@ -1,14 +1,14 @@
 """Overlap of sampling and training: batch i + n is sampled while the policy trains on batch i.
 
-For an engine in a separate process (policy.engine.url). One thread plays batch after batch; for
+For an engine in a separate process (policy.engine.url). One thread samples batch after batch; for
 n = 1, from the left:
 
-    play 0, play 1 | iteration 0, sync | iteration 1 with play 2, sync | iteration 2 with play 3
+    sample 0, 1 | iteration 0, sync | iteration 1 with sample 2, sync | iteration 2 with sample 3
 
-Weights are synced when nothing is being played, so results do not depend on timing. The ratio is to
-the generator's log-probs or, with trainer.ImportanceSampling, to the trained policy's, weighted.
-Left out on purpose: batches from several versions of the weights; older weights in a checkpoint: a
-resumed run samples its first batches with the weights of the checkpoint.
+Weights are synced when nothing is being sampled, so results do not depend on timing and a batch has
+one version of the weights. The denominator of the ratio is the generator's log-probs or, with
+trainer.ImportanceSampling, the trained policy's. A checkpoint does not store older weights: after a
+resume the first batches are sampled by the checkpoint's weights.
 """
 
 import threading
@@ -28,24 +28,24 @@ class Overlap:
     """Sample from `source` up to `ahead` iterations ahead of the requested one.
 
     `source.sample` runs in a thread, `source.finished` in the main one. Logs policy/staleness and
-    time/sample_s; plays no batch beyond `num_iterations`.
+    time/sample_s; samples no batch beyond `num_iterations`.
     """
 
     def __init__(
         self, source: Rollouts, policy: Policy, *, ahead: int, num_iterations: int
     ) -> None:
         if source.runtime.ranks > 1 and isinstance(source, DynamicRollouts):
-            # Its collectives could interleave with those of the gradients.
+            # Collectives of the sampling thread could interleave with collectives of the update.
             raise ValueError("trainer.overlap expects one rank with trainer.DynamicRollouts")
         self.source, self.policy = source, policy
         self.ahead, self.total = ahead, num_iterations
         self.env, self.prompts = source.env, source.prompts
         self.plays: dict[int, Future] = {}
-        self.last: list[Future] = []  # the play before the next one
+        self.last: list[Future] = []  # the newest batch that was started
 
     @property
     def rows(self) -> Any:
-        """Return the rows to play; the length filter replaces them."""
+        """Return the rows of the source; the length filter replaces them."""
         return self.source.rows
 
     @rows.setter
@@ -65,12 +65,12 @@ class Overlap:
         return self.source.finished(batch)
 
     def sync(self, policy: Policy, generator: EngineGenerator, **proof: Any) -> SyncResult:
-        """Run `weight_sync` once nothing is being played."""
+        """Run `weight_sync` once nothing is being sampled."""
         wait(self.plays.values())
         return weight_sync(policy, generator, **proof)
 
     def _start(self, number: int) -> Future:
-        """Play a batch in a daemon thread, after the batches before it."""
+        """Sample a batch in a daemon thread, after the batches before it."""
         done, before = Future(), self.last
 
         def play() -> None:

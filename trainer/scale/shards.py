@@ -1,8 +1,8 @@
 """launch=fsdp2: shard policy, critic and reference over the ranks before making the optimizer.
 
-Each rank writes and reads its part of a checkpoint. It is written while all ranks wait: a write in
-the background (`async_save`) would need a copy of the shards on the host, a second process group,
-and manifest and name only at a later iteration, after which a stop or an error may come.
+Each rank writes and reads its part of a checkpoint. All ranks wait while it is written, because a
+write in the background (`async_save`) would need a copy of the shards on the host and a second
+process group, and a stop or an error could come before its manifest is written.
 """
 
 import os
@@ -57,7 +57,7 @@ class ShardedRuntime(Runtime):
         return policy
 
     def prepare(self, policy: Any, make: Callable[[Any], Any], *others: Any) -> Any:
-        """Shard the policy and those of `others` with a scorer, then make the optimizer."""
+        """Shard the policy, and each of `others` that has a scorer; then make the optimizer."""
         if self.ranks == 1:
             return super().prepare(policy, make)
         self.wait()
@@ -102,7 +102,7 @@ def make_mesh(device: str, ranks: int, shards: int | None = None) -> DeviceMesh:
 def shard_all(
     main: Scorer, others: Sequence[Any], mesh: DeviceMesh, *, offload: bool = False
 ) -> None:
-    """Shard a scorer, and those of `others` that are scorers of a model in this process."""
+    """Shard a scorer, and each of `others` that is a scorer of a model in this process."""
     shard(main, mesh, offload=offload)
     for scorer in others:
         if scorer is main or not isinstance(scorer, Scorer):

@@ -1,10 +1,10 @@
-"""LLMCollector: play chats continuously and yield them turn by turn, with TorchRL's interface.
+"""LLMCollector: run chats continuously and yield them turn by turn, with TorchRL's interface.
 
 A row is one turn of one chat: the policy's outputs at the root, the environment's under "next".
 Rows are ragged, so batches are lazy stacks: [B, T] for B parallel chats and T turns. The next
 prompt replaces a finished chat. Training uses trainer/collect.py instead (one dense row per full
-chat); both extend chats with the same functions.
-Left out on purpose: replay buffers, queues, environment pools, remote workers, weight updaters.
+chat); both extend chats with the same functions. Not supported, because no run uses this class:
+replay buffers, queues, environment pools, remote workers and weight updaters.
 """
 
 from collections import deque
@@ -37,12 +37,12 @@ class Chat:
 
 
 class LLMCollector:
-    """Iterate over the turns that `policy` plays in `env`.
+    """Iterate over the turns of `policy` in `env`.
 
     Default: `dialog_turns_per_batch` turns of the B chats of `env.reset`, [B, T] with
     B * T >= dialog_turns_per_batch, or [B * T] with `flatten_data`. `yield_completed_trajectories`:
     full chats, concatenated in one dimension, at least `dialog_turns_per_batch` (default 1) turns;
-    `yield_only_last_steps`: only the last turn of each. All played turns count towards
+    `yield_only_last_steps`: only the last turn of each. All turns count towards
     `total_dialog_turns` (-1: unlimited). `reset_at_each_iter` drops running chats between batches.
 
     `dataloader` yields the data for `env.reset`: TensorDicts, rows (dicts with "messages", or with
@@ -110,12 +110,12 @@ class LLMCollector:
         self.postproc = postproc
         text_key = getattr(self.env, "data_key", "query")
         self._data = None if dataloader is None else _reset_data(dataloader, text_key)
-        self._turns = 0  # yielded so far, dropped ones included
-        self._num_chats = 0  # started so far
+        self._turns = 0  # turns yielded so far, also dropped ones
+        self._num_chats = 0  # chats started so far
         self._places: list[Chat | None] = []  # parallel chats, as many as a reset returns
         self._waiting: deque[Chat] = deque()
         self._finished: deque[Chat] = deque()
-        self._state: list[str] = []  # keys of a reset
+        self._state: list[str] = []  # keys that a reset returns
 
     def _register(self) -> None:
         """Register with the policy, the environment and its transforms."""
@@ -167,7 +167,7 @@ class LLMCollector:
         return lazy_stack(out)
 
     def _turn(self) -> list[TensorDictBase]:
-        """Play one turn of every chat; return an unpadded row of each, [] without more data."""
+        """Run one turn of every chat; return an unpadded row of each, or [] without more data."""
         if not self._places and self._draw():
             self._places = [None] * len(self._waiting)
         for place, chat in enumerate(self._places):
@@ -221,7 +221,7 @@ class LLMCollector:
         return known and able and "tokens" not in self._state
 
     def _extend(self, chat: Chat, row: TensorDictBase) -> None:
-        """Set the chat's next prompt: the ids so far and those of the new messages."""
+        """Set the chat's next prompt: the ids so far and the ids of the new messages."""
         before, after = _messages(row, "full"), _messages(chat.state)
         if after[: len(before)] != before:  # the environment rewrote earlier messages
             return self._render(chat, after)

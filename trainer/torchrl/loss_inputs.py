@@ -23,7 +23,7 @@ class LossModule(nn.Module):
     tensor_keys: Any
 
     def set_keys(self, **keys: NestedKey) -> None:
-        """Read values under other keys; ValueError for an unknown name."""
+        """Read values under other keys; raise ValueError for an unknown name."""
         known = [f.name for f in fields(self.tensor_keys)]
         unknown = sorted(set(keys) - set(known))
         if unknown:
@@ -38,7 +38,7 @@ def check_choice(name: str, value: str, known: Iterable[str]) -> None:
 
 
 def locate(td: TensorDictBase, key: NestedKey) -> tuple[str, ...] | None:
-    """Return the path of a key: as it is, else with or without "next"; None if missing."""
+    """Return the path of a key, as it is or with or without "next"; None if missing."""
     path = (key,) if isinstance(key, str) else tuple(key)
     other = path[1:] if path[0] == "next" else ("next", *path)
     return next((p for p in (path, other) if p and rows(td, p) is not None), None)
@@ -54,7 +54,7 @@ def get_dense(td: TensorDictBase, key: NestedKey) -> Tensor | None:
 
 
 def require(td: TensorDictBase, key: NestedKey) -> Tensor:
-    """Return the value at a key as `get_dense` does; KeyError if missing."""
+    """Return the value at a key as `get_dense` does; raise KeyError if missing."""
     value = get_dense(td, key)
     if value is None:
         got = sorted(map(str, td.keys()))

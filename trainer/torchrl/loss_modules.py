@@ -122,7 +122,7 @@ class GRPOLoss(LossModule):
         if limits is not None and (narrowing := limits.unscored()):
             raise ValueError(f"expected an actor without filters of its samples, got {narrowing}")
         dist = getattr(self.actor_network, DISTS[self.masking_strategy])(td)
-        tokens = require(td, keys.action)  # rlhf writes those of a history
+        tokens = require(td, keys.action)  # the actor writes the tokens of a history
         mask = self._mask(td, dist.mask)
         curr = dist.log_prob(tokens.masked_fill(~dist.mask, dist.ignore_index))
         gen = per_token(require(td, keys.sample_log_prob), mask, 0.0)

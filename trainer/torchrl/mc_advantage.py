@@ -1,8 +1,7 @@
 """MCAdvantage: advantages of finished chats, queued until their group is complete.
 
 Trajectories are [T] (the turns of one chat, or of several concatenated chats) or [B, T]; rows may
-be ragged. Usable as `postproc` of LLMCollector.
-Left out on purpose: replay buffers, queues shared between processes, oversampling.
+be ragged. Usable as `postproc` of LLMCollector. The queue belongs to this process.
 """
 
 from itertools import islice
@@ -20,15 +19,15 @@ REDUCE = {"sum": Tensor.sum, "max": Tensor.max, "mean": Tensor.mean}
 
 
 class MCAdvantage(Transform):
-    """Write the advantage of each trajectory over the others of its prompt, shaped as the reward.
+    """Write the advantage of each trajectory within its prompt's group, in the reward's shape.
 
     Trajectories are queued until a prompt has `grpo_size` >= 2 of them; then their rows [N] are
-    returned, else None. `prompt_key` holds a text or a tensor that the samples of a prompt share.
+    returned, before that None. `prompt_key` holds a text or a tensor that a prompt's samples share.
     Default: the rewards of all turns (or tokens) of the group are standardised together, so long
     chats weigh more. With `trajectory_return` the return of each chat (sum, max or mean of its
     rewards) is standardised and written to all its turns. Unbiased std; `keep_return_bounds`
     (low, high) drops groups whose mean return is not strictly between them (DAPO's dynamic
-    sampling, arXiv 2503.14476). RuntimeError for a trajectory that is not done.
+    sampling, arXiv 2503.14476). Raise RuntimeError for a trajectory that is not done.
 
     >>> from tensordict import TensorDict
     >>> def chat(reward):

@@ -1,8 +1,7 @@
 """Tokenised prompts with labels: TL;DR-style data sets for `RolloutFromModel`.
 
 A row of the data has the texts "prompt" and "label"; its tokens are prompt, label and EOS, padded
-right to `max_length`, T tokens.
-Left out on purpose: memory-mapped copies on disk. The tokens are in memory.
+right to `max_length`, T tokens. All tokens are kept in memory.
 """
 
 import warnings
@@ -68,7 +67,7 @@ class PromptData(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArg
         """Tokenise a data set.
 
         `dataset_name`: a .jsonl, .json, .csv or .parquet file, a hub id, or with `from_disk` the
-        folder of a saved `datasets` data set. `split` applies to the latter two: a file has only
+        folder of a saved `datasets` data set. `split` is for hub ids and folders: a file has only
         "train". `tokenizer`: a tokenizer, a folder or a hub id. Rows of more than
         `max_length` tokens are dropped with a warning.
         """
@@ -115,9 +114,9 @@ def get_dataloader(
 ) -> Iterator[Any]:
     """Return shuffled batches of a data set on `device`; torch's seed sets the order.
 
-    An infinite loader continues with another epoch, also within a batch, so each has `batch_size`
-    rows; the last batch of a finite one may be smaller. `tensorclass_type` is `PromptData` or a
-    class with such a `from_dataset`, which gets the other arguments.
+    An infinite loader continues with another epoch within a batch, so each batch has `batch_size`
+    rows; the last batch of a finite loader may be smaller. `tensorclass_type` is `PromptData` or a
+    class with the same `from_dataset`, which gets the other arguments.
     """
     data = tensorclass_type.from_dataset(
         split=split,

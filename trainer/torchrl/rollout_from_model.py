@@ -82,10 +82,10 @@ class RolloutFromModel:
         """Return generated [B, T], log_probs [B, S, 1] and log_ratio [B, S] of responses.
 
         Without a GenerationConfig tokens are sampled from the model's full distribution. With one,
-        the model's `generate` follows it; its max_new_tokens, if any, is S. log_probs are those of
-        sampling; log_ratio is log p(model) - log p(ref_model) at the sampling temperature; both are
-        0 after the end. ValueError for beams, several responses per prompt and stopping criteria
-        without an end token.
+        the model's `generate` follows it; its max_new_tokens, if any, is S. log_probs are computed
+        while sampling; log_ratio is log p(model) - log p(ref_model) at the sampling temperature;
+        both are 0 after the end. Raise ValueError for beams, several responses per prompt and
+        stopping criteria without an end token.
         """
         ids, prompt = _prompts(batch)
         steps = getattr(generation_config, "max_new_tokens", None) or self.max_new_tokens
@@ -125,9 +125,9 @@ class RolloutFromModel:
         Takes the output of `generate` and its `generation_config`, for the EOS ids. Keys:
         action [B, S]; input_ids, attention_mask [B, S, T] before the token and, under "next",
         after it; sample_log_prob [B, S, 1]; next.{terminated, done, reward, reward_raw, reward_kl}
-        [B, S, 1]. An episode is done at its first EOS or else at its last step, where reward_raw is
-        the clipped end score minus that of the label, if any. After it, tokens do not change and
-        rewards are 0.
+        [B, S, 1]. An episode is done at its first EOS or else at its last step. There reward_raw is
+        the clipped end score, minus the label's end score if there is a label. After it, tokens do
+        not change and rewards are 0.
         """
         _, prompt = _prompts(batch)
         steps = log_probs.shape[1]

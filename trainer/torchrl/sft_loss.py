@@ -43,10 +43,10 @@ class SFTLoss(LossModule):
 
     `normalize_by_seq_length` replaces the sum l over a sample's tokens by their mean.
     `loss_function`: sft, -l; minor_sft, -log sigmoid(beta (l - l_ref)) (arXiv 2408.10642).
-    `reduction` is over samples; none gives [B]. `kl_to_ref_coeff` adds that times the token mean
-    of k3 to the reference. `tokenizer` and `tokenizer_kwargs` (History.apply_chat_template's)
+    `reduction` is over samples; none gives [B]. The KL term is `kl_to_ref_coeff` times the token
+    mean of k3 to the reference. `tokenizer` and `tokenizer_kwargs` (of History.apply_chat_template)
     render the history if ids and masks are missing; by default the actor does. Padded and ragged
-    actors give equal losses. ValueError for samples without assistant tokens.
+    actors give equal losses. Raise ValueError for samples without assistant tokens.
     """
 
     def __init__(

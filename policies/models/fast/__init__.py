@@ -1,1 +1,1 @@
-"""Faster layers, products and attention for models of transformers."""
+"""Faster layers, matmuls and attention for models of transformers."""

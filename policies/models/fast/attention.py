@@ -1,8 +1,8 @@
-"""Attention on a CPU: plain products for small inputs, where torch's fused kernel is slower.
+"""Attention on a CPU by plain matmuls for small inputs, for which torch's fused kernel is slower.
 
 With 8 rows of 137 tokens in bfloat16, forward and backward take a quarter of the kernel's time.
-In large rows of several responses the products of a response are with its prompt and itself only.
-Other layers see all tokens in one row without padding; a Grid puts them into rows for attention.
+In large rows of several responses each response is multiplied only with its prompt and itself.
+Other layers get all tokens in one row without padding; a Grid puts them into rows for attention.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 NAME = "plain_on_cpu"
-LARGEST = 2**21  # attention weights of a layer, which the backward keeps: 12 MB
+LARGEST = 2**21  # attention weights per layer; the backward keeps them: 12 MB
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Return the outputs [B, L, heads, D]; query [B, heads, L, D], key and value [B, groups, S, D].
 
-    mask [B, 1, L, S] bool: the keys of each query; `trees` [B] say the same, see `Layout`.
-    With a grid the inputs have all tokens in one row, and mask and trees are those of the grid.
-    Large inputs without trees go to SDPA, and so do prompts without a mask.
+    mask [B, 1, L, S] bool: the keys of each query; `trees` [B] describes the same, see `Layout`.
+    With a grid the inputs have all tokens in one row, and mask and trees belong to its rows. Large
+    inputs without trees, and prompts without a mask, use SDPA.
     """
     if grid is not None:
         assert mask is not None
@@ -69,8 +69,8 @@ def attend(
     query = (query * scale).reshape(rows, groups, heads // groups * length, width)
     scores = (query @ key.transpose(2, 3)).view(rows, groups, -1, length, size)
     if mask is not None:
-        # Finite, as a padded query may see no key; half, so that a score added does not overflow.
-        # Adding needs no backward, unlike a fill.
+        # Finite, because a padded query may have no key; half, so that adding it to a score does
+        # not overflow. Adding needs no backward, unlike a fill.
         lowest = torch.finfo(scores.dtype).min / 2
         scores += (~mask[:, :, None, :, :size]).to(scores.dtype) * lowest
     weights = scores.softmax(-1).view(rows, groups, -1, size)  # bfloat16: float32 sums inside
@@ -85,7 +85,7 @@ def _by_response(
     trees: list[list[int]],
     **kwargs: Any,
 ) -> Tensor:
-    """Return the outputs [B, L, heads, D], computed for a sequence at a time; of padding, zeros."""
+    """Return the outputs [B, L, heads, D], computed one sequence at a time; padding gets zeros."""
     weights = sum(n * (n + (i and sizes[0])) for sizes in trees for i, n in enumerate(sizes[:-1]))
     compute = attend if query.shape[1] * weights <= LARGEST else sdpa_attention_forward
     rows = []

@@ -1,7 +1,7 @@
 """policy.compile: torch.compile for the decoder layers and the slices of the head, in updates.
 
-A layer is compiled once for all lengths, and the next ones share its kernels. Sampling stays eager
-(`policies.sampler.sample`): its steps are small, and caches differ from layer to layer.
+A layer is compiled once for all lengths, and later layers share its kernels. Sampling stays eager
+(`policies.sampler.sample`), because its steps are small and caches differ from layer to layer.
 """
 
 from typing import Any
@@ -11,14 +11,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-LENGTHS = 600  # tokens of a row at most: more than a chunk of any layer that computes in chunks
+LENGTHS = 600  # longest row that is counted: more than a chunk of any layer that works in chunks
 
 
 def compile_layers(network: Any, body: nn.Module, positions: int | None) -> None:
     """Compile each decoder layer of a model's body; a row has at most `positions` tokens.
 
-    ValueError for a model whose number of operators grows with the row, as where a recurrence loops
-    over tokens or chunks of them: the compiler would unroll the loop.
+    Raise ValueError if the number of operators grows with the row, as in a recurrence that loops
+    over tokens or chunks of them, because the compiler would unroll the loop.
     """
     long = min(LENGTHS, positions or LENGTHS)
     few, many = count_operators(network, body, long // 2), count_operators(network, body, long)

@@ -1,7 +1,7 @@
-"""Classes for the layers of a loaded model: norms and MLPs that keep less, faster linear layers.
+"""Layers for a loaded model: norms and MLPs that save less for the backward, faster linear layers.
 
-Autograd keeps casts, products and outputs of the activation too. Here the norm keeps its input, the
-MLP the outputs of gate and up. A bfloat16 iteration of SmolLM2 takes 4.1 GiB instead of 4.5.
+The norm saves its input, the MLP the outputs of gate and up; autograd would also save casts,
+matmuls and outputs of the activation. A bfloat16 iteration of SmolLM2 takes 4.1, not 4.5 GiB.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP")
 
 
 def replace_layers(model: nn.Module, *, compare: bool = True) -> None:
-    """Give the norms before linear layers, and the MLPs, the classes below; weights stay.
+    """Replace the classes of MLPs and of norms before linear layers by those below; keep weights.
 
-    A class that computes something else keeps its layers; the first of each class is compared.
-    Linear layers become products.Linear where oneDNN is faster. Fake tensors have no values to
-    `compare`.
+    The first layer of each class is compared; a class that computes something else is kept.
+    Linear layers become products.Linear where oneDNN is faster. Set `compare=False` for fake
+    tensors, which have no values.
     """
     equal: dict[type, bool] = {}
     for name, layer in model.named_modules():
@@ -64,7 +64,7 @@ def computes_the_same(layer: nn.Module, ours: type[nn.Module]) -> bool:
 
 
 def replace_attention(model: Any) -> None:
-    """Let a model on a CPU use leash's attention for sdpa, if the outputs of a layer are equal."""
+    """Replace sdpa by leash's attention on a CPU, if the outputs of a layer are equal."""
     theirs = model.config._attn_implementation
     if theirs != "sdpa" or model.device.type != "cpu" or not takes_masks(model.config):
         return
@@ -82,7 +82,7 @@ class FirstAttention(Exception):
 
 @torch.no_grad()
 def attention_output(model: nn.Module) -> Tensor:
-    """Return the outputs [7, H] of the first attention, of two rows, one of them padded."""
+    """Return the outputs [7, H] of the first attention for two rows, one of them padded."""
 
     def stop(layer: nn.Module, inputs: Any, result: tuple[Tensor, Any]) -> None:
         outputs.append(result[0])
@@ -105,7 +105,7 @@ def is_close(got: Tensor, want: Tensor) -> bool:
 
 
 class RMSNorm(nn.Module):
-    """Return weight * x / sqrt(mean(x^2) + eps), in the dtype of the products that follow."""
+    """Return weight * x / sqrt(mean(x^2) + eps), in the dtype of the matmuls that follow."""
 
     weight: Tensor
     variance_epsilon: float
@@ -113,7 +113,7 @@ class RMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the normalised states [..., H]."""
         inputs = hidden_states, self.weight, self.variance_epsilon
-        if hidden_states.is_cuda and self.weight.dtype.itemsize >= 4:  # half: rounded otherwise
+        if hidden_states.is_cuda and self.weight.dtype.itemsize >= 4:  # half: rounding would differ
             return normalise_at_once(*inputs)
         return _Norm.apply(*inputs) if torch.is_grad_enabled() else _normalise(*inputs)[0]
 
@@ -141,12 +141,12 @@ def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def normalise_at_once(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the normalised x [..., H] by one kernel, where launches are what takes the time."""
+    """Return the normalised x [..., H] by one kernel, for GPUs, where launches take the time."""
     return _for_products(F.rms_norm(x, weight.shape, weight, eps))
 
 
 def _for_products(out: Tensor) -> Tensor:
-    """Return outputs in the dtype of the products that follow, cast once for all of them."""
+    """Return outputs in the dtype of the matmuls that follow, cast once for all of them."""
     device = out.device.type
     cast = torch.is_autocast_enabled(device)
     return out.to(torch.get_autocast_dtype(device)) if cast else out

@@ -1,7 +1,7 @@
-"""Products of float32 matrices on AMD processors, by oneDNN.
+"""float32 matrix multiplications on AMD processors by oneDNN.
 
-torch multiplies them by MKL, which has no AVX-512 kernels for AMD: oneDNN takes half the time.
-Other products are torch's: small ones, other dtypes and devices, other processors.
+torch uses MKL, which has no AVX-512 kernels for AMD: oneDNN takes half the time. Small matrices,
+other dtypes, devices and processors are left to torch.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-SMALLEST = 2**21  # multiplications; a call of oneDNN takes 10 us more than one of MKL
+SMALLEST = 2**21  # multiplications; a call of oneDNN takes 10 us more than a call of MKL
 CPUINFO = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 ONEDNN_IS_FASTER = ONEDNN and "AuthenticAMD" in CPUINFO and "avx512f" in CPUINFO
@@ -32,7 +32,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """nn.Linear with the products above."""
+    """nn.Linear with the functions above."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs [*, N]."""

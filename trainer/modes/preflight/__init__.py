@@ -24,7 +24,7 @@ def run(loop: Trainer, settings: dict[str, Any]) -> float:
     check_steps(loop, settings, findings)
     gc.freeze()  # as a run does
     findings.section("Playing two iterations of the run ...")
-    first, second = profile(loop, 0), profile(loop, 1)  # the second has moments
+    first, second = profile(loop, 0), profile(loop, 1)  # the second has AdamW's moments
     check_tokens(loop, first.batch, findings)
     if "reward_raw" in first.batch:
         check_rewards(first.batch, findings)

@@ -78,7 +78,7 @@ def check_rewards(batch: TensorDictBase, findings: Findings) -> None:
 
 
 def check_match(task: Task, batch: TensorDictBase, findings: Findings) -> None:
-    """Print by which other `env.match` more than twice as many responses would be right."""
+    """Print each other `env.match` by which more than twice as many responses would be right."""
     for match, count in right_otherwise(task, batch).items():
         right = int(batch.get("success").sum())
         if count > 2 * right:

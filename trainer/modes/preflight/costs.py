@@ -15,7 +15,7 @@ from trainer.pages.formats import duration
 from trainer.runs.failures import LESS_MEMORY
 from trainer.trainer import Trainer
 
-FULL = 0.95  # of the device's memory
+FULL = 0.95  # usable share of the device's memory
 
 
 def at_limits(phase: Phase, *, scale: float, gradients: int = 0) -> int:
@@ -31,8 +31,8 @@ def largest_micro_batch(phase: Phase, *, tokens: int, room: float, gradients: in
 
 
 def note_casts(policy: dict[str, Any], findings: Findings) -> None:
-    """Name the dtype that spares LoRA's frozen weights a cast in each forward."""
-    # Autocast keeps the cast weights of a forward only where they are trained.
+    """Suggest policy.dtype=bfloat16 if each forward would cast LoRA's frozen weights again."""
+    # Autocast caches cast weights only if they are trained.
     if policy["lora"]["r"] and policy["dtype"] == "float32" and policy["autocast"]:
         findings.say("frozen float32 weights are cast in each product; set policy.dtype=bfloat16")
 
@@ -52,7 +52,7 @@ def check_memory(
     """
     limit, device = settings["trainer"]["micro_batch_tokens"], loop.runtime.device
     lengths = played.batch.get(("masks", "all_attention_mask")).sum(-1)  # [B]
-    tokens = min(max(limit, int(lengths.max())), int(lengths.sum()))  # of a micro-batch
+    tokens = min(max(limit, int(lengths.max())), int(lengths.sum()))  # tokens of a micro-batch
     longer, forward = longest / int(lengths.max()), max(limit, longest) / tokens
     scale = {"generate": longer, "evaluation": longer, "score": forward, "update": forward}
     weights = loop.policy.scorer.parameters()
@@ -88,7 +88,7 @@ def check_memory(
 
 def memory_of(device: torch.device) -> int:
     """Return the bytes of a GPU that torch has or can take, else of the machine or container."""
-    if device.type == "cuda":  # without CUDA's context, NCCL and other processes
+    if device.type == "cuda":  # excludes CUDA's context, NCCL and other processes
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     total = psutil.virtual_memory().total
     with suppress(OSError, ValueError):  # no cgroup, or "max"

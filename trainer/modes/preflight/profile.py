@@ -92,7 +92,7 @@ def profile(loop: Trainer, number: int) -> Iteration:
 
 
 def profile_rest(loop: Trainer) -> dict[str, Phase]:
-    """Play a batch of the evaluation and gather the final model; measure both."""
+    """Evaluate one batch and gather the final model; measure both."""
     phases: dict[str, Phase] = {}
     phase = partial(measure, phases, loop.runtime.device)
     if loop.evaluate.plans:

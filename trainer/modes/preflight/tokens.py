@@ -11,14 +11,14 @@ from trainer.pages.formats import printable
 from trainer.trainer import Trainer
 from trainer.transcripts import token_texts
 
-SHOWN = 2  # rows; for rollouts the first of two groups
-WIDTH = 63  # letters of a line of text
-HALF = 300  # letters that are shown of each end of a longer run
-FIRST, LAST = 8, 4  # ids of a run that are shown
+SHOWN = 2  # rows that are shown; for rollouts the first of two groups
+WIDTH = 63  # characters per line of text
+HALF = 300  # characters shown of each end of a longer span
+FIRST, LAST = 8, 4  # ids shown of each end of a span
 
 
 def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> None:
-    """Print which tokens of the first rows are learnt; check that the end of a turn is learnt."""
+    """Print the loss mask of the first rows; check that it contains an end of turn."""
     policy, places = loop.policy, list(range(len(batch)))
     if samples := "reward_raw" in batch:
         groups = batch.get("group_id").tolist()
@@ -51,7 +51,7 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
 
 
 def table(ids: list[int], texts: list[str], mask: list[bool]) -> list[Text]:
-    """Render a row as lines of text and one of ids for each run of learnt or unlearnt tokens."""
+    """Render a row: for each span with equal mask, lines of text and a line of ids."""
     runs = [list(run) for _, run in groupby(range(len(mask)), key=mask.__getitem__)]
     out = [Text(f"{'tokens':>6} {'learnt':<6} text", style="bold")]
     for run in runs:

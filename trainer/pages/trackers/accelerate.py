@@ -1,6 +1,6 @@
 """Track with the services of accelerate.tracking: TensorBoard, Trackio, MLflow, Comet, Aim ...
 
-Accelerate imports their packages. Tables of responses and alerts are left out on purpose: every
+Accelerate imports their packages. Not supported: tables of responses and alerts, because every
 service has a different API for them.
 """
 
@@ -13,15 +13,15 @@ from policies.files import write_text
 from trainer.pages.trackers.mirror import Mirror
 from trainer.runs.run_files import flatten
 
-MLFLOW_ID = "mlflow_id.txt"  # of a run folder
+MLFLOW_ID = "mlflow_id.txt"  # in the run folder
 
 
 class AccelerateTracker(Mirror):
     """Also send metrics and configuration to the service `kind` of accelerate.tracking.
 
     `options`: arguments of Accelerate's class. The account comes from the service's variables or
-    login. MLflow and Trackio continue their run after a resume (Trackio then has repeated
-    iterations twice, TensorBoard once); others start a new run.
+    login. After a resume MLflow and Trackio continue their run (Trackio then has the repeated
+    iterations twice, TensorBoard once); the other services start a new run.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class AccelerateTracker(Mirror):
                 key: value if isinstance(value, int | float) else str(value)
                 for key, value in flatten(self.about["config"])
                 if key
-            }  # of types that every service takes
+            }  # values have types that every service takes
             self._tracker.store_init_configuration(values)
         if self.word == "mlflow":
             write_text(self.folder / MLFLOW_ID, f"{self._tracker.tracker.info.run_id}\n")
 
     def _continued(self) -> dict[str, Any]:
-        """Return the arguments by which a service continues a run, {} if it cannot."""
+        """Return the arguments that make a service continue a run, or {} if it cannot."""
         name, ids = self.about["name"], self.folder / MLFLOW_ID
         if self.word == "mlflow":
             return {"run_name": name, "run_id": ids.read_text().strip() if ids.is_file() else None}
@@ -75,7 +75,7 @@ class AccelerateTracker(Mirror):
         return {}
 
     def _log(self, line: dict[str, float], iteration: int) -> None:
-        named = {name.replace("@", "_at_"): value for name, value in line.items()}  # of MLflow
+        named = {name.replace("@", "_at_"): value for name, value in line.items()}  # for MLflow
         self._tracker.log(named, step=iteration)
 
     def _stop(self, state: str) -> None:

@@ -17,8 +17,8 @@ from trainer.runs.run_files import ITERATION, json_line, number, read_lines, wri
 class JsonlTracker(Observer):
     """Write metrics.jsonl and transcripts.jsonl into a run folder.
 
-    A new run in a folder that holds metrics is a ValueError; `resume=True` appends to them.
-    `about` is used only by a `Mirror`.
+    Raise ValueError if a new run gets a folder that holds metrics; `resume=True` appends to them.
+    Only a `Mirror` uses `about`.
 
     >>> import tempfile
     >>> tracker = JsonlTracker(tempfile.mkdtemp())
@@ -49,7 +49,7 @@ class JsonlTracker(Observer):
     def resume(self, iteration: int, text: str, *, again: bool, seconds: float) -> None:
         """Drop the lines after `iteration`, which a resumed run writes again."""
         _drop_after(self.metrics, ITERATION, iteration - again)
-        # for 0 also the responses before training
+        # A resume at 0 also drops the responses before training.
         _drop_after(self.transcripts, "iteration", iteration or -1)
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:

@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 class Mirror(JsonlTracker):
     """Write the files and send the same lines; after a failure, warn once and only write files.
 
-    A subclass names its package in `word`, has its options, sets `hint` (how to view the run,
-    printed at the end) and overrides some of `_start`, `_log`, `_show`, `_alert` and `_stop`.
-    `about`: description to send, without secrets and overlong names; name, group and tags override
-    those of `names_of`. `first`: the first iteration to log, None in a new run.
+    A subclass sets `word` (name of its package) and `hint` (how to view the run, printed at the
+    end) and overrides some of `_start`, `_log`, `_show`, `_alert` and `_stop`. `about`: description
+    to send, without secrets and overlong names; its name, group and tags replace the values of
+    `names_of`. `first`: the first iteration to log, None in a new run.
     """
 
     word = ""
@@ -119,7 +119,7 @@ def names_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in run.overrides.items()
         if not key.startswith((*IRRELEVANT, "experiment", "output_dir", "eval"))
     ]
-    # <run>/model is the model of another run
+    # <run>/model is named by its run
     start = model.parent.name if model.name == "model" else model.name
     return {
         "name": " ".join([run.experiment, *([folder.name] if sweep else changes)]),

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 COLUMNS = ("iteration", "kind", "prompt", "answer", "response", "reward", "parts", "advantage")
 COLUMNS += ("kl", "truncated")
-# Variables of W&B that override the description of a run, by argument of wandb.init.
+# Argument of wandb.init -> variable of W&B that overrides it.
 VARIABLES = {name: f"WANDB_{name.upper()}" for name in ("name", "project", "entity", "tags")}
 VARIABLES |= {"notes": "WANDB_NOTES", "group": "WANDB_RUN_GROUP", "job_type": "WANDB_JOB_TYPE"}
 
@@ -58,13 +58,13 @@ class WandbTracker(Mirror):
         self._run: Any = None
         self._table: Any = None
         self._rows: list[dict[str, Any]] = []  # responses not yet in a part of the table
-        self._table_at = 0  # iteration of the latest part
+        self._table_at = 0  # iteration of the latest part of the table
         super().__init__(folder, **about)
 
     def _start(self) -> None:
         # Without a server, W&B's error reports would delay the end of the process.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        # Tables wait for `wandb sync` in the run folder, not in the home.
+        # Tables for `wandb sync` are kept in the run folder, not in the home.
         os.environ.setdefault("WANDB_DATA_DIR", str(self.folder / "wandb" / "data"))
         import wandb
 
@@ -80,9 +80,9 @@ class WandbTracker(Mirror):
         elif mode in (None, "online"):
             try:
                 self._run = start(mode="online")
-            except Exception as error:  # no network, a wrong key, no such project: kept offline
+            except Exception as error:  # no network, wrong key or project: stay offline
                 mode, reason = "offline", f"no connection ({first_line(error)})"
-                wandb.teardown()  # else its service keeps the run id
+                wandb.teardown()  # else W&B's service process keeps the run id
         if self._run is None:
             self._run = start(mode=mode)
         self._run.define_metric(ITERATION)
@@ -132,7 +132,7 @@ def _not_logged_in() -> str:
     """Return why W&B is not logged in, "" if it is."""
     import wandb
 
-    try:  # a prompt would block forever
+    try:  # wandb.login could prompt and block forever
         return "" if wandb.login(prompt=False, verify=False) else "not logged in"
     except (ValueError, wandb.Error) as error:  # an invalid key
         return f"not logged in ({first_line(error)})"

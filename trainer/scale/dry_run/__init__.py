@@ -1,4 +1,4 @@
-"""The dry run of a cluster: preflight_gpu alone loads this folder.
+"""The dry run of a cluster: only preflight_gpu loads this folder.
 
 ledger.py uses names that torch may change without notice: `torch.distributed._tools`,
 `torch._subclasses.fake_tensor`, `torch.testing._internal.distributed.fake_pg`,

@@ -1,11 +1,11 @@
-"""preflight_gpu=<GiB>: a dry run of launch.num_processes GPUs, from shapes alone, on one CPU.
+"""preflight_gpu=<GiB>: a dry run of launch.num_processes GPUs, only from shapes, on one CPU.
 
 One process plays rank 0 with the run's own scorer, shards, optimizer and checkpoint on fake tensors
 and books their bytes. The model needs no weights: a folder with a config.json or a name of
 shapes.yaml. A sequence has policy.max_prompt_tokens and the tokens of all turns; all are learnt.
 
-Left out on purpose: the allocator's fragments, NCCL, workspaces of kernels, vLLM's memory. Layers
-keep for the backward what they keep on a CPU.
+Not counted, because shapes do not show them: the allocator's fragments, NCCL, workspaces of
+kernels, vLLM's memory. Layers keep for the backward what they keep on a CPU.
 """
 
 import copy
@@ -39,7 +39,7 @@ from trainer.runtime import Runtime
 from trainer.scale.dry_run.ledger import Ledger, by_shapes, rank_of
 from trainer.scale.shards import make_mesh, shard_all, tensors_of
 
-NODE = 8  # GPUs of a node, at most
+NODE = 8  # largest number of GPUs per node
 CARD = 3 * 2**30  # bytes that torch does not get: CUDA's context, NCCL's buffers, the card's own
 FAR = 16  # times the micro-batch: the peak is a maximum of lines, so nearer sizes may miss one
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -51,19 +51,19 @@ class Figures:
     """Bytes of rank 0, on its GPU unless stated otherwise."""
 
     weights: int  # number of weights
-    tokens: int  # of a sequence
-    rows: int  # sequences of a micro-batch
+    tokens: int  # tokens per sequence
+    rows: int  # sequences per micro-batch
     resident: int  # shards of weights, moments and reference, between iterations
     update: int  # peak of a forward and backward
-    a_row: int  # what another sequence adds to it
+    a_row: int  # what one more sequence adds to `update`
     step: int  # peak of an optimiser step
     calls: dict[str, int]  # collectives of a micro-batch (DDP: of a step)
     sent: dict[str, int]  # bytes of the full tensors in them
     gathered: int | None  # while the whole policy is gathered to sample; None: it does not sample
-    cache: int  # of a sampled row: keys, values and logits
+    cache: int  # keys, values and logits of a sampled row
     evaluation: int  # peak while the reference scores
     model: int  # peak while rank 0 gathers the final model
-    hosts: dict[str, int]  # host memory of a node, by what needs it
+    hosts: dict[str, int]  # purpose -> host memory of a node
 
 
 def run(parts: Any, settings: dict[str, Any], folder: Path) -> float:

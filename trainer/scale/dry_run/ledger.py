@@ -1,4 +1,4 @@
-"""Run code of a rank by shapes alone: fake tensors, a fake process group, and a ledger of bytes."""
+"""Run code of a rank only by shapes: fake tensors, a fake process group, and a ledger of bytes."""
 
 import weakref
 from collections import Counter
@@ -24,18 +24,18 @@ COLLECTIVES |= {"allreduce": "all-reduce"}
 
 
 class Ledger(TorchDispatchMode):
-    """Count the bytes of live storages on the device and on the host, and those of collectives.
+    """Count the bytes of live storages on the device and on the host, and bytes of collectives.
 
-    All fake tensors are on the CPU, which stands for the device. A copy that names a device is one
-    to the host.
+    All fake tensors are on the CPU, which stands for the device. A copy that names a device stands
+    for a copy to the host.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = self.host = 0  # bytes
-        self.calls: Counter[str] = Counter()  # of collectives
-        self.bytes: Counter[str] = Counter()  # of the full tensors that they communicate
-        self.sizes: dict[int, int] = {}  # of live storages on the device
+        self.calls: Counter[str] = Counter()  # collective -> number of calls
+        self.bytes: Counter[str] = Counter()  # collective -> bytes of its full tensors
+        self.sizes: dict[int, int] = {}  # live storage on the device -> bytes
 
     def restart(self) -> None:
         """Forget the peak and the collectives."""
@@ -96,7 +96,7 @@ class Ledger(TorchDispatchMode):
 
 @contextmanager
 def rank_of(ranks: int) -> Iterator[None]:
-    """Be rank 0 of `ranks` that do not exist inside the block."""
+    """Run the block as rank 0 of `ranks` fake ranks."""
     torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         yield
@@ -106,7 +106,7 @@ def rank_of(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def by_shapes() -> Iterator[Ledger]:
-    """Make tensors with shapes and no values inside the block, in slices as on a GPU."""
+    """Run the block with tensors that have shapes and no values, in slices as on a GPU."""
     slices = patch.object(token_distribution, "SLICE", token_distribution.SLICE * 64)
     products_of_torch = patch.object(products, "ONEDNN_IS_FASTER", False)
     # nn.Module.to would exchange fake parameters, which fails where something refers to them.
