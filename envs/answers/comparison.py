@@ -21,7 +21,8 @@ SAME = str.maketrans(
 )
 POWERS = ("<super>", "<sub>", "<fraction>")  # NFKC would write 5\u00b2 as 52
 TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
-IGNORED = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[!,;:()\[\]]|\\?[$\u20ac\u00a3]")
+CURRENCY = "[$\u20ac\u00a3]"  # $ also opens a formula
+IGNORED = re.compile(rf"\\(?:left|right)(?![a-zA-Z])|\\[!,;:()\[\]]|\\?{CURRENCY}")
 LETTERS = re.compile(r"\\?[^\W\d_]+")
 # **5**, "5", `5`; not the star of 2*3 and the prime of x', which follow a letter or digit.
 MARKED = re.compile(
@@ -58,6 +59,21 @@ def plain(text: str) -> str:
     return _formula(text)
 
 
+def same_text(answer: str, right: str) -> bool:
+    """Return whether two plain texts are equal, and one of them does not name another currency.
+
+    >>> same_text("$5", "5"), same_text("$5", "\u20ac5")
+    (True, False)
+    """
+    return plain(answer) == plain(right) and same_currency(answer, right)
+
+
+def same_currency(answer: str, right: str) -> bool:
+    """Return whether two texts share a currency sign, or one of them has none."""
+    ours, theirs = set(re.findall(CURRENCY, answer)), set(re.findall(CURRENCY, right))
+    return not ours or not theirs or bool(ours & theirs)
+
+
 def similarity(answer: str, right: str) -> float:
     """Return the similarity of two plain texts, from 0 to 1 (difflib's ratio).
 
@@ -68,6 +84,8 @@ def similarity(answer: str, right: str) -> float:
     """
     if len(answer) > 2 * len(right) + 20 or len(answer) > LONGEST:
         return float(answer == right)
+    if not same_currency(answer, right):
+        return 0.0
     return SequenceMatcher(None, plain(answer), plain(right), autojunk=False).ratio()
 
 
@@ -87,6 +105,8 @@ def holds_words(answer: str, right: str) -> bool:
         before, behind = r"\b(?:option|choice|answer is:?) ", r"(?:\W*$|[*\"'`]*[).:,\]*])"
         pattern = rf"\b{target[0]}{behind}|{before}{target[0]}\b"
         return re.search(pattern, answer, re.IGNORECASE) is not None
+    if not same_currency(answer, right):
+        return False
     places = range(len(words) - len(target) + 1) if target else ()
     return any(words[i] == target[0] and words[i : i + len(target)] == target for i in places)
 
@@ -100,8 +120,8 @@ def same_answer(answer: str, right: str) -> bool:
     number = last_number(right)
     rest = NUMBER.sub("", bare(right))
     if number is not None and not re.sub(r"[\s%.]|[a-zA-Z]{3,}", "", rest):
-        return last_number(answer) == number
-    return bool(right) and plain(answer) == plain(right)
+        return last_number(answer) == number and same_currency(answer, right)
+    return bool(right) and same_text(answer, right)
 
 
 def same_mathematics(answer: str, solution: str, *, symbolic: bool = False) -> bool:
@@ -118,7 +138,7 @@ def same_mathematics(answer: str, solution: str, *, symbolic: bool = False) -> b
         return symbolic_check()(answer, right)
     if max(len(answer), len(right)) > LONGEST:
         return answer == right
-    return bool(answer) and plain(final_answer(answer)) == plain(right)
+    return bool(answer) and same_text(final_answer(answer), right)
 
 
 def _spell(text: str) -> str:

@@ -5,7 +5,7 @@ from copy import copy
 from typing import Any
 
 from envs.answers.choices import chosen_letter
-from envs.answers.comparison import holds_words, plain, similarity
+from envs.answers.comparison import holds_words, plain, same_text, similarity
 from envs.answers.extraction import extract_answer
 from envs.tasks.dataset import DatasetTask, right_answers
 from envs.tasks.task import Response, Reward, Row
@@ -68,7 +68,7 @@ class Answers(DatasetTask):
             alike = max(similarity(answer, right) for right in row["finals"])
             correct = alike >= self.threshold
             return Reward(float(correct), {"correct": correct, "similarity": alike}, correct)
-        same = {"words": holds_words, "exact": str.__eq__}.get(self.match, _same_words)
+        same = {"words": holds_words, "exact": str.__eq__}.get(self.match, same_text)
         correct = any(same(answer, right) for right in row["finals"])
         return Reward(float(correct), {"correct": float(correct)}, success=correct)
 
@@ -80,7 +80,3 @@ class Answers(DatasetTask):
             other.match = match
             counts[match] = sum(reward.success for reward in other.rewards(rows, responses))
         return counts
-
-
-def _same_words(answer: str, right: str) -> bool:
-    return plain(answer) == plain(right)

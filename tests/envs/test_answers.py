@@ -65,6 +65,7 @@ def test_a_number_is_itself_in_every_spelling(number, form):
         ("25%", "25", True),
         ("it is \u22123", "-3", True),
         ("-$5", "-5", True),
+        ("it costs \u20ac5", "$5", False),
         ("1/0", "1", False),
         ("x + 1", "x+1", True),
         ("x + 1", "x+2", False),
@@ -178,6 +179,8 @@ CASES = [
     ("B", "Option B is a city.", "words"),
     ("A", "The answer is A", "exact words normalised fuzzy"),
     ("34", "17 + 17 = 34.\nAnswer: 34", "exact words normalised fuzzy"),
+    ("$5", "\u20ac5", ""),
+    ("\u20ac5", "5.00", "words normalised fuzzy"),
     ("34", "I doubt that the answer is 34", "words"),
 ]
 
