@@ -361,7 +361,7 @@ class ChatPolicy(TensorDictModuleBase):
         temperatures = None if key is None else td.get(key, None)
         return (self.temperature or 1.0) if temperatures is None else temperatures.to(self.device)
 
-    # Methods of engines, on token ids.
+    # Methods that a subclass for an engine (transformers, vLLM) overrides, on token ids.
 
     def _draw(self, prompts: Tensor, attention: Tensor, streams: Tensor) -> Sampled:
         """Return a response to each prompt [B, P], padded left; streams [B] seed the rows."""

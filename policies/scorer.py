@@ -337,7 +337,9 @@ def score_in_parts(
     temperature: Tensor | float | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return log-probs [B, T], computed in parts of at most `limit` padded tokens; None: no limit.
+    """Return what `score` computes for each token, [B, T] or [B, T, H], in parts of the rows.
+
+    A part has at most `limit` padded tokens; None: no limit.
 
     `score`: a scorer, or its method `values` or `states`, for these; `options`: more arguments.
     """

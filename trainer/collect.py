@@ -149,7 +149,7 @@ class Trajectories:
         batch.set("system", NonTensorStack(*self.systems))
         batch.set("response", NonTensorStack(*["\n".join(texts) for texts in self.texts]))
         batch.set("messages", NonTensorStack(*map(NonTensorData, self.messages)))
-        return _without_dropped(batch)
+        return _mask_dropped_groups(batch)
 
 
 def collect(
@@ -250,8 +250,8 @@ def _sum(before: Tensor, value: Tensor) -> Tensor:
     return torch.where(value.isnan(), before, both)
 
 
-def _without_dropped(batch: TensorDict) -> TensorDict:
-    """Remove groups with a dropped response from the loss mask and the rewards."""
+def _mask_dropped_groups(batch: TensorDict) -> TensorDict:
+    """Set loss mask and rewards to 0 in the groups that have a dropped response."""
     drop = torch.isin(batch.get("group_id"), batch.get("group_id")[batch.get("dropped")])  # [B]
     batch.set("dropped", drop)
     batch.set("loss_mask", batch.get("loss_mask") & ~drop.unsqueeze(-1))

@@ -1,5 +1,7 @@
 """Compare answers as texts, words or LaTeX; numbers in them by their value (numbers.py).
 
+The `reward` of a task (envs/tasks/) calls these functions.
+
 All comparisons except `similarity` are exact: a right answer in another form may get no reward, a
 wrong one never gets any. Symbolic equality needs the package math-verify.
 """

@@ -1,9 +1,10 @@
 """Find the text that a template writes between an assistant turn and the next one.
 
-The ids of a chat never change: the next prompt is the ids so far plus this text. The text is found
-on a *stand-in chat*, whose contents are placeholders, because many templates rewrite earlier turns
-(they drop thoughts, or close the last turn differently). If tool results follow, the stand-in's
-last assistant turn has tool calls, because templates read the tool's name from the call.
+The ids of a chat never change: the next prompt is the ids so far plus this text, encoded by
+`Renderer.extend` (renderer.py). The text is found on a *stand-in chat*, whose contents are
+placeholders, because many templates rewrite earlier turns (they drop thoughts, or close the last
+turn differently). If tool results follow, the stand-in's last assistant turn has tool calls,
+because templates read the tool's name from the call.
 """
 
 import re

@@ -90,7 +90,7 @@ def exact_divergence(token: TokenKL) -> Tensor:
 
 
 NO_PULL = "it has no KL gradient near the reference; use k1"
-NO_GRADIENT = "its gradient in the loss is zero; use full, k3_ratio, k2 or k3"
+NO_GRADIENT = "its expected gradient in the loss is zero; use full, k3_ratio, k2 or k3"
 OF_STATE = {"reward": "it does not depend on its own token; use k1"}
 OF_STATES = OF_STATE | {
     "sequence": "summed over states it is not this divergence of whole responses; use full"

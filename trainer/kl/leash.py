@@ -118,7 +118,8 @@ class Leash:
         """Write reward_kl and reward = reward_raw + reward_kl.
 
         reward_kl [B, T] is -coeff * KL at the tokens of the loss mask, or 0 if the KL is in the
-        loss. kl_coeff_in_loss [B] is the coefficient that the loss must use, or 0.
+        loss. kl_coeff_in_loss [B], the coefficient or 0, tells `check_charged` whether the loss
+        charges the KL.
         """
         raw = batch.get("reward_raw")  # [B, T]
         first, *more = [each._reward_part(batch) for each in self.each]  # [B, T] each
@@ -149,7 +150,8 @@ class Leash:
 
     def _loss_part(self, scores: Scores, batch: TensorDictBase) -> Tensor:
         kl = self._kl(scores, batch)  # [B, T]
-        if self.where == "sequence":  # adds only a gradient: the value stays the KL of the token
+        # Score-function gradient: the token also leads to later states. The value stays the KL.
+        if self.where == "sequence":
             ratio = token_ratio(scores.log_probs, batch.get(("log_probs", "full")))  # [B, T]
             kl = kl + (ratio - ratio.detach()) * batch.get("later_kl")
         return self.coeff * kl
@@ -158,7 +160,7 @@ class Leash:
         curr, gen = scores.log_probs, batch.get(("log_probs", "full"), None)  # [B, T]
         ref = batch.get(self.names.log_probs, None)  # [B, T]
         if gen is None and self.needs_reference:  # demonstrations have no log-probs of a sampler
-            gen = ref = curr
+            gen = ref = curr  # any value will do: an exact estimator reads neither
         if ref is None:
             raise ValueError(self._missing(".".join(self.names.log_probs)))
         kl = self._estimator.term(TokenKL(curr - ref, curr, gen, scores.divergence))  # [B, T]
