@@ -25,7 +25,15 @@ from policies.files import sha256_of_path, sha256_of_texts
 
 TEXTS = (".json", ".jinja", ".txt", ".model")  # files of a model folder, without weights
 # Keys that name files and folders.
-INPUTS = ("dataset", "eval_dataset", "chat_template", "model", "reference", "reward_model")
+INPUTS = (
+    "dataset",
+    "eval_dataset",
+    "retain",
+    "chat_template",
+    "model",
+    "reference",
+    "reward_model",
+)
 WEIGHED = ("policy.model", "kl.reference", "teacher.reference")  # their weights have a hash
 VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")  # not resolved in a configuration to be saved
 ADAPTER = "adapter_config.json"

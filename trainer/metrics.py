@@ -150,14 +150,14 @@ def explained_variance(sums: dict[str, float]) -> float:
     return 1 - left / total if total > floor else math.nan
 
 
-def name_of_training(name: str) -> str:
-    """Return the name of a metric for training rows.
+def name_beside(name: str, rows: str) -> str:
+    """Return the name of an evaluation's metric for other rows, train or retain.
 
-    >>> name_of_training("eval/reward"), name_of_training("kl/efficiency")
+    >>> name_beside("eval/reward", "train"), name_beside("kl/efficiency", "train")
     ('eval_train/reward', 'kl/efficiency_train')
     """
     family, _, rest = name.partition("/")
-    return f"eval_train/{rest}" if family == "eval" else f"kl/{rest}_train"
+    return f"eval_{rows}/{rest}" if family == "eval" else f"kl/{rest}_{rows}"
 
 
 def scores_by_row(batch: TensorDictBase, rows: list[int]) -> dict[int, dict[str, list]]:
