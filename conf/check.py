@@ -180,6 +180,12 @@ def _leash(cfg: Config) -> Iterator[str]:
         yield "kl.refresh_every moves the reference; leave it out, or kl.reference"
     if kl["refresh_every"] and not kl["measure"]:
         yield "kl.refresh_every needs a reference, got kl.measure=false; set kl.measure=true"
+    teacher = cfg["teacher"]
+    if isinstance(teacher["reference"], dict) != (teacher["column"] is not None):
+        text = "several teachers need the column that chooses one, and one needs none"
+        yield f"{text}; give teacher.reference={{math: <model>}} and teacher.column, or neither"
+    if isinstance(teacher["reference"], dict) and teacher["hint"] is not None:
+        yield "teacher.hint is for one teacher; leave it out"
     for section in ("kl", "teacher") if has_teacher(cfg) else ("kl",):
         yield from _charge(cfg, section)
         yield from _hint(cfg, section)
@@ -298,7 +304,11 @@ def _packages_and_models(cfg: Config) -> Iterator[str]:
     for package in packages:
         if package and find_spec(package) is None:
             yield EXTRAS[package]
-    models = {f"{section}.reference": cfg[section]["reference"] for section in ("kl", "teacher")}
+    teacher = cfg["teacher"]["reference"]
+    several = teacher if isinstance(teacher, dict) else {}
+    models = {f"teacher.reference.{name}": model for name, model in several.items()}
+    models |= {"teacher.reference": None if several else teacher}
+    models |= {"kl.reference": cfg["kl"]["reference"]}
     for key, name in {"policy.model": policy["model"], **models}.items():
         if name and not name.startswith(PREFIX) and (fault := no_model(name)):
             yield f"{key}: {fault}"

@@ -51,7 +51,7 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
         config["output_dir"] = unique_folder("outputs/evaluate")
     # Drop the parts that only training needs; chat and evaluate need a reference.
     config["kl"]["measure"] = mode not in ("export", "frontier")
-    config["teacher"] |= {"reference": None, "hint": None}
+    config["teacher"] |= {"reference": None, "column": None, "hint": None}
     config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
     config["algorithm"].pop("critic", None)
     config["tracker"], config["trainer"]["overlap"] = QUIET_TRACKER, 0

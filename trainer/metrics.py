@@ -111,6 +111,10 @@ def _kl(batch: TensorDictBase, name: str, mask: Tensor, sums: dict[str, float]) 
     gen, ref = batch.get(("log_probs", "full")), batch.get(names.log_probs)  # [B, T]
     sums[f"kl/{name}"] = sums[f"kl/{name}_sequence"] = float(k1.sum())
     sums[f"kl/{name}_k3"] = float((k3(gen - ref) * mask).sum())
+    for each, rows in batch.get("teachers", {}).items() if name == "teacher" else ():
+        of_rows = mask & rows.unsqueeze(-1)  # [B, T]
+        sums[f"kl/teacher/{each}"] = float((k1 * of_rows).sum())
+        sums[f"fits kl/teacher/{each}"] = float(of_rows.sum())
 
 
 def idle_groups(batch: TensorDictBase) -> Tensor:
