@@ -72,20 +72,21 @@ class Evaluate:
         wanted = ("sampled", num_samples, temperature), ("greedy", int(greedy), 0.0)
         self.plans = [self.plan(*each) for each in wanted if each[1]]
         self.efficiency = _efficiency(frontier, runtime.folder / FRONTIER_FILE)
-        self.forgetting = _forgetting(forward_kl, retrieve_kl, temperature)
+        self.forgetting: Any = None
         self.beside: dict[str, Evaluate] = {}  # evaluations of other rows
+        if forward_kl:
+            from trainer.kl.forgetting import Forgetting, read_prompts
+
+            options = {"samples": forward_kl, "temperature": temperature or 1.0}
+            self.forgetting = Forgetting(retrieve_kl, **options)
+            if retain is not None:
+                prompts = read_prompts(retain)
+                rows = _draw(prompts, prompts.rows("train"), max_rows)
+                self.beside["retain"] = self.of_rows(rows, prompts)
         if train_rows:
             other = self.of_rows(_draw(task, task.rows("train"), train_rows))
             other.efficiency = _efficiency(frontier, runtime.folder / TRAIN_FILE)
-            other.forgetting = _forgetting(forward_kl, retrieve_kl, temperature)
             self.beside["train"] = other
-        if retain is not None:
-            from trainer.kl.forgetting import read_prompts
-
-            prompts = read_prompts(retain)
-            other = self.of_rows(_draw(prompts, prompts.rows("train"), max_rows), prompts)
-            other.forgetting = _forgetting(forward_kl, retrieve_kl, temperature)
-            self.beside["retain"] = other
 
     def of_rows(self, rows: Sequence[dict[str, Any]], task: Task | None = None) -> "Evaluate":
         """Return the same evaluation of other rows; those of a `task` that rewards nothing."""
@@ -94,13 +95,13 @@ class Evaluate:
             other.task, other.env, other.plans = task, self.env.with_group_size(1), []
             other.env.base_env.set_task(task)
         other.set_rows(rows)
-        other.efficiency, other.forgetting, other.beside = None, None, {}
+        other.efficiency, other.forgetting, other.beside = None, copy(self.forgetting), {}
         return other
 
     def of_plan(self, name: str, samples: int, temperature: float) -> "Evaluate":
         """Return the same evaluation by one plan alone, without other metrics."""
         player = self.of_rows(self.rows)
-        player.plans = [self.plan(name, samples, temperature)]
+        player.forgetting, player.plans = None, [self.plan(name, samples, temperature)]
         size = self.prompts_per_batch * 8 // samples  # in responses as with eval.num_samples=8
         player.prompts_per_batch = max(1, size)
         return player
@@ -310,15 +311,6 @@ def _efficiency(samples: int, path: Path) -> Any:
     from trainer.kl.efficiency import Efficiency  # few runs sample the reference
 
     return Efficiency(samples, path)
-
-
-def _forgetting(samples: int, reference: Any, temperature: float) -> Any:
-    """Return what measures the forward KL on samples of the reference; None without samples."""
-    if not samples:
-        return None
-    from trainer.kl.forgetting import Forgetting
-
-    return Forgetting(reference, samples=samples, temperature=temperature or 1.0)
 
 
 def sample(

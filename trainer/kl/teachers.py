@@ -30,8 +30,6 @@ class Teachers:
     Raise ValueError if one of `rows`, of those that are made on access the first, names no teacher.
     """
 
-    moved = False
-
     def __init__(
         self, teachers: Mapping[str, Reference], column: str, rows: Sequence[dict[str, Any]] = ()
     ) -> None:
