@@ -199,14 +199,23 @@ def make_reference(
     env: Any,
     *,
     name: str,
-    reference: str | None,
+    reference: str | Mapping[str, str] | None,
     reference_temperature: float,
     hint: str | None,
     micro_batch_tokens: int,
     refresh_every: int = 0,
     refresh_decay: float = 0.0,
+    column: str | None = None,
 ) -> Any:
-    """Build a reference from keys of its section; its micro-batches are as long as the update's."""
+    """Build a reference from keys of its section; its micro-batches are as long as the update's.
+
+    Several are `Teachers`, of which `column` chooses.
+    """
+    if isinstance(reference, Mapping):
+        same = {"name": name, "reference_temperature": reference_temperature, "hint": hint}
+        same |= {"micro_batch_tokens": micro_batch_tokens}
+        each = {n: make_reference(policy, env, reference=m, **same) for n, m in reference.items()}
+        return find_target("trainer.kl.teachers.Teachers")(each, column, env.task.rows("train"))
     options = {"temperature_factor": reference_temperature, "moves": refresh_every > 0}
     options["micro_batch_tokens"] = micro_batch_tokens
     model = policies.load_reference(policy, reference, **options)

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any
@@ -13,6 +13,7 @@ from conf.build import (
     controller_arguments,
     data_arguments,
     facts_of,
+    find_target,
     has_teacher,
     make_controller,
     make_task,
@@ -136,7 +137,7 @@ def _ranks(cfg: Config) -> Iterator[str]:
 
 
 def _evaluations(cfg: Config) -> Iterator[str]:
-    """Yield the faults of keys that need evaluations, and of eval.frontier."""
+    """Yield the faults of keys that need evaluations or samples of the reference."""
     held_out, kl, rule = cfg["eval"], cfg["kl"], cfg["trainer"]["stop_at"]
     if cfg["trainer"]["patience"] and not held_out["every"]:
         yield "trainer.patience counts evaluations, got eval.every=0; set eval.every=5, say"
@@ -152,6 +153,23 @@ def _evaluations(cfg: Config) -> Iterator[str]:
         text = "sampled responses (eval.num_samples >= 1, eval.temperature=1) and one reference"
         also = "kl.measure=true, no kl.refresh_every, reference, reference_temperature or hint"
         yield f"eval.frontier={frontier} needs >= 2 {text} ({also}); leave it out"
+    frozen = not kl["refresh_every"] and kl["hint"] is None
+    if held_out["forward_kl"] and not (frozen and (kl["measure"] or cfg["mode"] == "evaluate")):
+        also = "kl.measure=true, no kl.refresh_every or kl.hint"
+        yield f"eval.forward_kl={held_out['forward_kl']} needs one reference ({also}); leave it out"
+    yield from _retain(held_out)
+
+
+def _retain(held_out: Config) -> Iterator[str]:
+    """Yield the faults of the prompts to retain; the worker reads data sets of the hub."""
+    if (data := held_out["retain"]) is None:
+        return
+    if not held_out["forward_kl"]:
+        yield f"eval.retain={data} is for eval.forward_kl, got 0; set eval.forward_kl=1"
+    elif all(map(is_file, [data] if isinstance(data, str) else data)):
+        prompts = partial(find_target("envs.tasks.Prompts"), data, eval_dataset=data)
+        if fault := first_fault(prompts, "eval.retain", rows=None, rewards=False):
+            yield fault
 
 
 def _leash(cfg: Config) -> Iterator[str]:
@@ -163,6 +181,12 @@ def _leash(cfg: Config) -> Iterator[str]:
         yield "kl.refresh_every moves the reference; leave it out, or kl.reference"
     if kl["refresh_every"] and not kl["measure"]:
         yield "kl.refresh_every needs a reference, got kl.measure=false; set kl.measure=true"
+    teacher = cfg["teacher"]
+    if isinstance(teacher["reference"], dict) != (teacher["column"] is not None):
+        text = "several teachers need the column that chooses one, and one needs none"
+        yield f"{text}; give teacher.reference={{math: <model>}} and teacher.column, or neither"
+    if isinstance(teacher["reference"], dict) and teacher["hint"] is not None:
+        yield "teacher.hint is for one teacher; leave it out"
     for section in ("kl", "teacher") if has_teacher(cfg) else ("kl",):
         yield from _charge(cfg, section)
         yield from _hint(cfg, section)
@@ -281,7 +305,11 @@ def _packages_and_models(cfg: Config) -> Iterator[str]:
     for package in packages:
         if package and find_spec(package) is None:
             yield EXTRAS[package]
-    models = {f"{section}.reference": cfg[section]["reference"] for section in ("kl", "teacher")}
+    teacher = cfg["teacher"]["reference"]
+    several = teacher if isinstance(teacher, dict) else {}
+    models = {f"teacher.reference.{name}": model for name, model in several.items()}
+    models |= {"teacher.reference": None if several else teacher}
+    models |= {"kl.reference": cfg["kl"]["reference"]}
     for key, name in {"policy.model": policy["model"], **models}.items():
         if name and not name.startswith(PREFIX) and (fault := no_model(name)):
             yield f"{key}: {fault}"

@@ -21,6 +21,7 @@ SHARED_KEYS = (
     "policy.device",
 )
 OF_EVAL = ("num_samples", "temperature", "greedy", "max_rows", "prompts_per_batch")
+OF_EVAL += ("forward_kl", "retain")
 EVAL_KEYS = tuple(f"eval.{name}" for name in OF_EVAL)
 ENGINE = ("policy.device", "policy.engine", "output_dir", "launch")
 ALLOWED_OVERRIDES = {  # overrides allowed in addition to resume=, by mode
@@ -50,11 +51,13 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
         config["output_dir"] = unique_folder("outputs/evaluate")
     # Drop the parts that only training needs; chat and evaluate need a reference.
     config["kl"]["measure"] = mode not in ("export", "frontier")
-    config["teacher"] |= {"reference": None, "hint": None}
+    config["teacher"] |= {"reference": None, "column": None, "hint": None}
     config["algorithm"]["advantage"] = {"_target_": "trainer.NoAdvantage"}
     config["algorithm"].pop("critic", None)
     config["tracker"], config["trainer"]["overlap"] = QUIET_TRACKER, 0
     config["eval"] |= {"frontier": 0, "train_rows": 0}
+    if mode != "evaluate":
+        config["eval"] |= {"forward_kl": 0, "retain": None}
     config["launch"] |= {"strategy": "ddp", "offload": False, "shards": None}
     if mode not in ("evaluate", "frontier"):
         config["launch"]["num_processes"] = 1

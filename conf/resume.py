@@ -16,7 +16,7 @@ from trainer.runs.run_files import PLACES, PREFIX
 OF_TRAINER = ("num_iterations", "stop_at", "patience", "overlap", "profile")
 RESUMABLE = (*(f"trainer.{name}" for name in OF_TRAINER), "policy.engine", "observers")
 RESUMABLE += ("tracker", "launch", "checkpoint")
-MOVABLE = ("env.dataset", "env.eval_dataset")  # to a place with the same content
+MOVABLE = ("env.dataset", "env.eval_dataset", "eval.retain")  # to a place with the same content
 # Evaluations before and after have the same rows, temperature and frontier.
 RESUMABLE += ("eval.every", "eval.num_samples", "eval.greedy", "eval.prompts_per_batch")
 

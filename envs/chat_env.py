@@ -69,6 +69,10 @@ class ChatEnv(Env):
         env.group_size = group_size
         return env
 
+    def set_task(self, task: Task) -> None:
+        """Play the chats of another task from now on."""
+        self.task, self._parts = task, None
+
     def messages(self, row: dict) -> list[dict]:
         """Return the prompt of a row, with the env's system prompt if the row has none.
 

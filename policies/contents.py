@@ -23,7 +23,15 @@ from policies.files import sha256_of_path, sha256_of_texts
 
 TEXTS = (".json", ".jinja", ".txt", ".model")  # files of a model folder other than weights
 # Keys that name files and folders.
-INPUTS = ("dataset", "eval_dataset", "chat_template", "model", "reference", "reward_model")
+INPUTS = (
+    "dataset",
+    "eval_dataset",
+    "retain",
+    "chat_template",
+    "model",
+    "reference",
+    "reward_model",
+)
 WEIGHED = ("policy.model", "kl.reference", "teacher.reference")  # their weights have a hash
 VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")  # not resolved in a configuration to be saved
 ADAPTER = "adapter_config.json"
@@ -60,7 +68,7 @@ def sha256_of_inputs(node: Any, path: str = "", *, weights: bool = False) -> dic
     children = node.items() if isinstance(node, dict) else enumerate(node)
     for name, value in children:
         key, files = f"{path}.{name}" if path else str(name), list[Path]()
-        if name in INPUTS and not isinstance(value, dict):
+        if (name in INPUTS or path in WEIGHED) and not isinstance(value, dict):
             files = files_of(value)
         elif isinstance(value, dict | list):
             out |= sha256_of_inputs(value, key, weights=weights)
@@ -70,7 +78,7 @@ def sha256_of_inputs(node: Any, path: str = "", *, weights: bool = False) -> dic
             place = os.path.expanduser(value)
             is_folder = key.startswith("env.") and os.sep in value and os.path.isdir(place)
             files = [Path(place)] if is_folder or os.path.isfile(place) else []
-        texts = TEXTS if key in WEIGHED and not weights else None
+        texts = TEXTS if {key, path} & {*WEIGHED} and not weights else None
         if each := [sha256_of_path(file, texts) for file in files]:
             out[key] = each[0] if len(each) == 1 else sha256_of_texts(each)
     return out

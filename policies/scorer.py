@@ -160,6 +160,10 @@ class Scorer(nn.Module):
             scores = replace(scores, imbalance=placed(self._imbalance(routers, keep), keep))
         return scores
 
+    def divergence(self, *inputs: Any, **options: Any) -> Any:
+        """Return the exact divergence [B, T] of `forward`, which takes a reference."""
+        return self(*inputs, **options).divergence
+
     def distribution(
         self, states: Tensor, keep: Tensor, temperature: Tensor | float
     ) -> TokenDistribution:
@@ -341,7 +345,8 @@ def score_in_parts(
 
     A part has at most `limit` padded tokens; None: no limit.
 
-    `score`: a scorer, or its method `values` or `states`, for these; `options`: more arguments.
+    `score`: a scorer, or its method `values`, `states` or `divergence`, for these; `options`: more
+    arguments.
     """
     given = (tokens, attention, keep, group_id, temperature)
     inputs: list[Any] = [x.cpu() if isinstance(x, Tensor) else x for x in given]

@@ -58,6 +58,7 @@ KEYS: dict[NestedKey, Entry] = {
     ),
     "kl_penalty": Entry("[B, T] float32", "k1 in nats, without the coefficient"),
     ("teacher_log_probs", "full"): Entry("[B, T] float32", "of the teacher"),
+    ("teachers", "<name>"): Entry("[B] bool", "rows of one of several teachers"),
     "teacher_kl_penalty": Entry("[B, T] float32", "k1 to the teacher"),
     "reward_kl": Entry("[B, T] float32", "-coeff * KL, or 0; the sum over the leashes"),
     "reward": Entry("[B, T] float32", "reward_raw + reward_kl"),

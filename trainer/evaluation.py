@@ -4,6 +4,7 @@ The same env and collect as training; only the rows, the temperature and the str
 Ranks share the rows, evenly or not. Accuracy is also reported per row label. Dropped responses are
 excluded. kl/efficiency is how much of its KL a policy needed (docs/kl.md), from responses of the
 reference: sampled before training (eval.frontier) or later (mode=frontier), see frontier.json.
+eval/kl_forward is how far the policy has moved where the reference writes (forgetting.py).
 """
 
 import math
@@ -24,7 +25,7 @@ from policies.protocols import Generator
 from policies.random import fold
 from trainer.collect import collect
 from trainer.kl import FRONTIER_FILE
-from trainer.metrics import name_of_training, on_host, scores_by_row
+from trainer.metrics import name_beside, on_host, scores_by_row
 from trainer.runtime import Runtime
 from trainer.transcripts import transcript
 
@@ -41,6 +42,8 @@ class Evaluate:
     each row before training give kl/efficiency. A task without rewards has only KL metrics.
     `train_rows` training rows are evaluated in the same way, with separate metrics.
     Fewer rows than there are (`max_rows`, `train_rows`) are a fixed random draw, label by label.
+    With `forward_kl` responses of the reference to each row, the forward KL is measured, also on
+    the prompts of the data set `retain`, of which at most `max_rows` are used.
     """
 
     def __init__(
@@ -59,6 +62,8 @@ class Evaluate:
         every: int = 0,
         frontier: int = 0,
         train_rows: int = 0,
+        forward_kl: int = 0,
+        retain: str | Sequence[str] | None = None,
     ) -> None:
         self.task, self.env, self.generator = task, env, generator
         self.set_rows(_draw(task, task.rows("eval"), max_rows))
@@ -67,15 +72,39 @@ class Evaluate:
         wanted = ("sampled", num_samples, temperature), ("greedy", int(greedy), 0.0)
         self.plans = [self.plan(*each) for each in wanted if each[1]]
         self.efficiency = _efficiency(frontier, runtime.folder / FRONTIER_FILE)
-        self.beside = self._of_training(train_rows, frontier) if train_rows else None
+        self.forgetting: Any = None
+        self.beside: dict[str, Evaluate] = {}  # evaluations of other rows
+        if forward_kl:
+            from trainer.kl.forgetting import Forgetting, read_prompts
 
-    def _of_training(self, rows: int, frontier: int) -> "Evaluate":
-        """Return the evaluation of so many training rows."""
+            options = {"samples": forward_kl, "temperature": temperature or 1.0}
+            self.forgetting = Forgetting(retrieve_kl, **options)
+            if retain is not None:
+                prompts = read_prompts(retain)
+                rows = _draw(prompts, prompts.rows("train"), max_rows)
+                self.beside["retain"] = self.of_rows(rows, prompts)
+        if train_rows:
+            other = self.of_rows(_draw(task, task.rows("train"), train_rows))
+            other.efficiency = _efficiency(frontier, runtime.folder / TRAIN_FILE)
+            self.beside["train"] = other
+
+    def of_rows(self, rows: Sequence[dict[str, Any]], task: Task | None = None) -> "Evaluate":
+        """Return the same evaluation of other rows; those of a `task` that rewards nothing."""
         other = copy(self)
-        other.set_rows(_draw(self.task, self.task.rows("train"), rows))
-        other.beside = None
-        other.efficiency = _efficiency(frontier, self.runtime.folder / TRAIN_FILE)
+        if task is not None:
+            other.task, other.env, other.plans = task, self.env.with_group_size(1), []
+            other.env.base_env.set_task(task)
+        other.set_rows(rows)
+        other.efficiency, other.forgetting, other.beside = None, copy(self.forgetting), {}
         return other
+
+    def of_plan(self, name: str, samples: int, temperature: float) -> "Evaluate":
+        """Return the same evaluation by one plan alone, without other metrics."""
+        player = self.of_rows(self.rows)
+        player.forgetting, player.plans = None, [self.plan(name, samples, temperature)]
+        size = self.prompts_per_batch * 8 // samples  # in responses as with eval.num_samples=8
+        player.prompts_per_batch = max(1, size)
+        return player
 
     def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
         """Return the name, an env of `samples` responses per row, a generator at `temperature`."""
@@ -96,7 +125,7 @@ class Evaluate:
         """Describe an evaluation: "40 prompts x 8 samples, greedy"."""
         ways = {"sampled": "x {} samples", "greedy": "greedy"}
         played = [ways[name].format(env.group_size) for name, env, _ in self.plans]
-        return f"{len(self.rows)} prompts {', '.join(played)}"
+        return f"{len(self.rows)} prompts {', '.join(played)}".rstrip()
 
     def __call__(
         self,
@@ -121,14 +150,17 @@ class Evaluate:
         if efficiency is not None:
             responses = self.runtime.merge_rows(efficiency.responses)
             scores |= efficiency(scores, len(self.rows), responses)
-        if self.beside is not None:
-            about = f"evaluating {self.beside.about}, of training"
-            more, _ = self.beside(
+        if self.forgetting is not None:
+            scores["eval/kl_forward"] = self.forgetting(self, kind, on_progress)
+        for rows, other in self.beside.items():
+            more, _ = other(
                 iteration,
                 kind=kind,
-                on_progress=lambda fraction, label=about: on_progress(fraction, label),
+                on_progress=lambda fraction, label=f"evaluating {other.about}, {rows} rows": (
+                    on_progress(fraction, label)
+                ),
             )
-            scores |= {name_of_training(name): value for name, value in more.items()}
+            scores |= {name_beside(name, rows): value for name, value in more.items()}
         return scores, records
 
     def _sample_reference(self, efficiency: Any, on_progress: Callable[..., None]) -> None:
@@ -297,11 +329,7 @@ def sample(
     def on_batch(_: str, batch: TensorDictBase, rows: list[int]) -> None:
         scores.update(scores_by_row(batch, rows))
 
-    player = copy(play)
-    player.plans = [play.plan("frontier", samples, temperature)]
-    player.efficiency = player.beside = None
-    size = play.prompts_per_batch * 8 // samples  # in responses as with eval.num_samples=8
-    player.prompts_per_batch = max(1, size)
+    player = play.of_plan("frontier", samples, temperature)
     player(0, on_progress=on_progress, on_batch=on_batch)
     rows = play.runtime.merge_rows(scores)
     reward = [[round(value, 6) for value in each["reward"]] for each in rows.values()]

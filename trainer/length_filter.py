@@ -18,6 +18,7 @@ from envs.rows import LazyRows, is_listed
 from envs.tasks.task import Row, assistant, naming
 from policies.chats.renderer import Renderer
 from policies.scorer import max_positions
+from trainer.evaluation import Evaluate
 from trainer.trainer import Trainer
 
 WRITES_END = "set policy.chat_template=<a template that writes one after a response>"
@@ -79,13 +80,18 @@ def make_filters(loop: Trainer) -> dict[str, LengthFilter]:
     if positions is not None and (longest is None or positions - new < longest):
         prompt = positions - new, True, f"{chat[2]} - policy.max_new_tokens", "lower the latter"
     rooms = {"train": prompt if plays else chat}
-    if loop.evaluate.plans:
-        rooms["eval"] = rooms["eval.train_rows"] = prompt
+    if loop.evaluate.plans or loop.evaluate.forgetting:
+        rooms |= dict.fromkeys(_evaluations(loop.evaluate), prompt)
     return {
         name: LengthFilter(loop.policy.renderer, room, env, *about)
         for name, (room, *about) in rooms.items()
         if env is not None and room is not None
     }
+
+
+def _evaluations(evaluate: Evaluate) -> dict[str, Any]:
+    """Return an evaluation and those of other rows, by the names of their rows."""
+    return {"eval": evaluate} | {f"eval_{name}": x for name, x in evaluate.beside.items()}
 
 
 def name_unused(loop: Trainer) -> list[str]:
@@ -104,8 +110,7 @@ def name_unused(loop: Trainer) -> list[str]:
 
 def drop_long_rows(loop: Trainer) -> list[str]:
     """Drop the rows that do not fit; return a message for each kind of rows."""
-    messages, evaluate = [], loop.evaluate
-    parts = {"train": loop.source, "eval": evaluate, "eval.train_rows": evaluate.beside}
+    messages, parts = [], {"train": loop.source} | _evaluations(loop.evaluate)
     for name, fit in make_filters(loop).items():
         part = parts[name]
         rows = getattr(part, "rows", ())

@@ -111,6 +111,10 @@ def _kl(batch: TensorDictBase, name: str, mask: Tensor, sums: dict[str, float]) 
     gen, ref = batch.get(("log_probs", "full")), batch.get(names.log_probs)  # [B, T]
     sums[f"kl/{name}"] = sums[f"kl/{name}_sequence"] = float(k1.sum())
     sums[f"kl/{name}_k3"] = float((k3(gen - ref) * mask).sum())
+    for each, rows in batch.get("teachers", {}).items() if name == "teacher" else ():
+        of_rows = mask & rows.unsqueeze(-1)  # [B, T]
+        sums[f"kl/teacher/{each}"] = float((k1 * of_rows).sum())
+        sums[f"fits kl/teacher/{each}"] = float(of_rows.sum())
 
 
 def idle_groups(batch: TensorDictBase) -> Tensor:
@@ -150,14 +154,14 @@ def explained_variance(sums: dict[str, float]) -> float:
     return 1 - left / total if total > floor else math.nan
 
 
-def name_of_training(name: str) -> str:
-    """Return the name of a metric for training rows.
+def name_beside(name: str, rows: str) -> str:
+    """Return the name of an evaluation's metric for other rows, train or retain.
 
-    >>> name_of_training("eval/reward"), name_of_training("kl/efficiency")
+    >>> name_beside("eval/reward", "train"), name_beside("kl/efficiency", "train")
     ('eval_train/reward', 'kl/efficiency_train')
     """
     family, _, rest = name.partition("/")
-    return f"eval_train/{rest}" if family == "eval" else f"kl/{rest}_train"
+    return f"eval_{rows}/{rest}" if family == "eval" else f"kl/{rest}_{rows}"
 
 
 def scores_by_row(batch: TensorDictBase, rows: list[int]) -> dict[int, dict[str, list]]:

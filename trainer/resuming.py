@@ -37,7 +37,8 @@ def restore_run(loop: Any) -> None:
 def _restore(loop: Any, state: dict[str, Any]) -> None:
     """Load a checkpoint's state; raise ValueError if the reference or an input has changed."""
     pairs = [("the reference", state["reference"], loop.retrieve_kl.sha256)]
-    pairs += [("the teacher", state.get("teacher", ""), loop.teacher.sha256)]
+    before, now = _by_label(state.get("teacher", "")), _by_label(loop.teacher.sha256)
+    pairs += [(label, before.get(label, "none"), now.get(label, "none")) for label in before | now]
     for key, label in changed_inputs(state["inputs"], loop.inputs).items():
         if key.rpartition(".")[2] in INPUTS:
             pairs.append((label, state["inputs"].get(key, "none"), loop.inputs.get(key, "none")))
@@ -63,6 +64,13 @@ def _restore(loop: Any, state: dict[str, Any]) -> None:
     loop.progress = Progress(**{name: state[name] for name in names if name in state})
     loop.runtime.started -= loop.progress.seconds
     loop.policy.version = state.get("version", loop.progress.iteration)
+
+
+def _by_label(sha256: str | dict[str, str]) -> dict[str, str]:
+    """Return the hash of the teacher, or of each of several, by its label in a message."""
+    if isinstance(sha256, dict):
+        return {f"the teacher {name}": each for name, each in sha256.items()}
+    return {"the teacher": sha256}
 
 
 def stateful_parts(

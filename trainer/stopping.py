@@ -125,7 +125,7 @@ def sweep_metric(scores: Mapping[str, float]) -> float:
     -0.25
     """
     name, value = next(iter(scores.items()))
-    return -value if name == "eval/kl_ref" else value
+    return -value if name.startswith("eval/kl_") else value
 
 
 @dataclass
@@ -163,7 +163,7 @@ class EarlyStopping:
         name, target = read_rule(self.stop_at)
         if name not in metrics:
             evaluated = any(each.startswith(SCORE) for each in metrics)  # logged separately
-            due = name.startswith((SCORE, "eval_train/")) == evaluated
+            due = name.startswith(("eval/", "eval_")) == evaluated
             due &= not name.startswith(JUDGED)
             if due and iteration <= 1:
                 raise ValueError(f"trainer.stop_at: no metric {name}; metrics.jsonl has the names")

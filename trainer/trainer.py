@@ -69,7 +69,7 @@ class Trainer:
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     inputs: dict[str, str] = field(default_factory=dict)  # sha256 of each configured file
     parts: dict[str, Any] = field(default_factory=dict)  # stateful parts, by configuration key
-    teacher: Reference | NoReference = field(default_factory=NoReference)  # never refreshed
+    teacher: Any = field(default_factory=NoReference)  # a Reference or Teachers; never refreshed
 
     def run(self, *, resume: bool = False) -> float:
         """Train to the last iteration; return the sweep metric."""

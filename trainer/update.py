@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -43,15 +43,20 @@ class Minibatch:
 
     tokens: float  # loss tokens on all ranks
     rows: Tensor  # [n] int64, rows of the batch, one micro-batch after another
-    plans: list[
-        TensorDictBase
-    ]  # keys PLANNED and "weight" of each micro-batch; each rank has the same number
+    plans: list["MicroBatch"]  # as many of each reference on each rank
 
-    def parts(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, TensorDictBase]]:
-        """Yield the rows of each micro-batch, and their plan; copy the indices to the GPU once."""
-        indices = send(self.rows, _device(batch)).split([len(plan) for plan in self.plans])
+    def parts(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, "MicroBatch"]]:
+        """Yield the rows of each micro-batch, and their plan; one copy of the indices is sent."""
+        indices = send(self.rows, _device(batch)).split([len(plan.keys) for plan in self.plans])
         for index, plan in zip(indices, self.plans, strict=True):
             yield batch[index], plan
+
+
+class MicroBatch(NamedTuple):
+    """A backward pass as planned on the CPU."""
+
+    keys: TensorDictBase  # PLANNED and "weight"
+    reference: Scorer | None  # of an exact divergence
 
 
 class Update:
@@ -62,8 +67,9 @@ class Update:
     padding included. `packing` removes the padding: it concatenates the rows.
     `leash` is the run's Leash: raise ValueError unless each KL with a coefficient above 0, also the
     teacher's, counts once, in the reward or in the objective. `reference` is the scorer of the
-    reference of `leash.exact_leash`. A parameter group may have "scale", a factor of its learning
-    rate, and "since", the first iteration in which it is trained.
+    reference of `leash.exact_leash`; of several by name each scores its rows, teachers.<name> of
+    the batch, in micro-batches of their own. A parameter group may have "scale", a factor of its
+    learning rate, and "since", the first iteration in which it is trained.
     `entropy_*` configure `EntropyBonus`; `router_coeff` weighs the load-balancing loss of a mixture
     of experts. If the kl/behaviour_k3 of a minibatch, over all ranks, is above `target_kl` (nats
     per token), the iteration ends without this optimiser step.
@@ -84,7 +90,7 @@ class Update:
         aggregation: str = "token_mean",
         max_tokens: int = 1,
         max_grad_norm: float = 1.0,
-        reference: Scorer | None = None,
+        reference: Scorer | dict[str, Scorer] | None = None,
         entropy_coeff: float = 0.0,
         entropy_target: float | None = None,
         router_coeff: float = 0.0,
@@ -99,7 +105,8 @@ class Update:
         if getattr(objective, "leash", None) not in (None, leash):
             raise ValueError("expected one Leash, got two: give the objective's Leash to Update")
         self.leash, self.in_reward = leash, set[str]()
-        self.reference = reference if leash.exact_leash else None
+        by_name = reference if isinstance(reference, dict) else {"": reference}
+        self.references = by_name if leash.exact_leash else {"": None}
         self.entropy = EntropyBonus(entropy_coeff, target=entropy_target)
         self.router_coeff, self.target_kl, self.packing = router_coeff, target_kl, packing
         if router_coeff:
@@ -112,7 +119,7 @@ class Update:
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
         """Take the optimiser steps of one iteration; return the metrics of its last epoch."""
         self.in_reward = charged_in_reward(self.leash, batch)
-        planned = batch.select(*PLANNED, strict=False).to("cpu")
+        planned = batch.select(*PLANNED, "teachers", strict=False).to("cpu")
         once = self._plan(planned)
         plan = once * self.epochs
         batch = batch.select(*SCORED, *Leash.loss_reads, *self.objective.reads, strict=False)
@@ -156,12 +163,14 @@ class Update:
         """Return the minibatches of a batch on the CPU; their totals are over all ranks."""
         rows, totals = split_rows(batch, self.minibatches), dict[str, float]()
         minibatches = [select_rows(batch, each) for each in rows]
-        parts = [self._micro_batches(minibatch) for minibatch in minibatches]
+        parts = [self._micro_batches(minibatch) for minibatch in minibatches]  # by reference
         for i, minibatch in enumerate(minibatches):
             mask = minibatch.get("loss_mask")  # [B, T] of the minibatch
             totals |= {f"tokens {i}": float(mask.sum()), f"rows {i}": float(mask.any(-1).sum())}
         totals = self.runtime.all_reduce_sum(totals)
-        counts = {f"{i}": float(len(each)) for i, each in enumerate(parts)}
+        counts = {
+            f"{i} {n}": float(len(part)) for i, each in enumerate(parts) for n, part in each.items()
+        }
         counts = self.runtime.all_reduce_max(counts)
         plan = []
         for i, minibatch in enumerate(minibatches):
@@ -174,18 +183,27 @@ class Update:
                 max_tokens=self.max_tokens,
             )
             minibatch.set("weight", weight)
-            # Each rank gets the same number of micro-batches, some empty.
-            every = parts[i] + [[]] * (int(counts[f"{i}"]) - len(parts[i]))
-            index = torch.tensor([rows[i][row] for row in chain(*every)], dtype=torch.int64)  # [n]
-            plans = [select_rows(minibatch, part) for part in every]
-            plan.append(Minibatch(tokens, index, plans))
+            order, plans = list[int](), list[MicroBatch]()
+            for name, each in parts[i].items():
+                # Each rank gets the same number of micro-batches, some empty.
+                for part in each + [[]] * (int(counts[f"{i} {name}"]) - len(each)):
+                    order += [rows[i][row] for row in part]
+                    plans.append(MicroBatch(select_rows(minibatch, part), self.references[name]))
+            plan.append(Minibatch(tokens, torch.tensor(order, dtype=torch.int64), plans))
         return plan
 
-    def _micro_batches(self, batch: TensorDictBase) -> list[list[int]]:
-        """Return row lists within the token bound."""
-        attention, ids = batch.get(("masks", "all_attention_mask")), batch.get("group_id", None)
-        limit = self.micro_batch_tokens
-        return pack_rows(attention, limit, group_id=ids, padded=not self.packing)
+    def _micro_batches(self, batch: TensorDictBase) -> dict[str, list[list[int]]]:
+        """Return row lists within the token bound, of the rows of each reference."""
+        out = {}
+        for name in self.references:
+            every = torch.ones(len(batch), dtype=torch.bool)  # [B]
+            mine = (batch.get(("teachers", name)) if name else every).nonzero().squeeze(-1)
+            part = batch[mine]
+            attention, ids = part.get(("masks", "all_attention_mask")), part.get("group_id", None)
+            limit, padded = self.micro_batch_tokens, not self.packing
+            lists = pack_rows(attention, limit, group_id=ids, padded=padded)
+            out[name] = [mine[each].tolist() for each in lists]
+        return out
 
     def _step(self, batch: TensorDictBase, minibatch: Minibatch, log: "_Log") -> bool:
         """Take one optimiser step, unless the minibatch is empty or its gradient is not finite.
@@ -228,16 +246,17 @@ class Update:
         order = torch.cat([minibatch.rows for minibatch in plan]).argsort()  # [B]
         return torch.cat(found)[send(order, _device(batch))]
 
-    def _scores(self, batch: TensorDictBase, plan: TensorDictBase, **options: Any) -> Scores:
-        """Return the scores of a micro-batch; `plan` has its keys PLANNED."""
-        where = {key: OnHost(plan.get(key)) for key in PLANNED if plan.get(key, None) is not None}
+    def _scores(self, batch: TensorDictBase, plan: MicroBatch, **options: Any) -> Scores:
+        """Return the scores of a micro-batch."""
+        known = plan.keys.select(*PLANNED, strict=False)
+        where = {key: OnHost(known.get(key)) for key in PLANNED if key in known}
         return self.scorer(
             where["tokens", "full"],
             where["masks", "all_attention_mask"],
             where["loss_mask"],
             temperature=where["temperature"],
             group_id=where.get("group_id"),
-            reference=self.reference,
+            reference=plan.reference,
             ref_states=batch.get("ref_states", None),
             mixture=self.leash.mixture,
             pack=self.packing,
@@ -245,11 +264,11 @@ class Update:
         )
 
     def _backward(
-        self, batch: TensorDictBase, plan: TensorDictBase, log: "_Log", *, last: bool
+        self, batch: TensorDictBase, plan: MicroBatch, log: "_Log", *, last: bool
     ) -> None:
-        """Add the gradient of a micro-batch; `plan` has its keys PLANNED and "weight"."""
+        """Add the gradient of a micro-batch."""
         accelerator = self.runtime.accelerator
-        weight = send(plan.get("weight"), _device(batch))  # [b, T]
+        weight = send(plan.keys.get("weight"), _device(batch))  # [b, T]
         batch.set("weight", weight)
         with nullcontext() if last else accelerator.no_sync(self.scorer):
             scores = self._scores(

@@ -131,6 +131,27 @@ def rewards_anything(task: Task) -> bool:
     return kind.reward is not Task.reward or kind.rewards is not Task.rewards
 
 
+class Unrewarded(Task):
+    """The rows and the turns of a task, without its rewards."""
+
+    rewarded = False
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def rows(self, split: Split) -> Sequence[Row]:
+        """Return the task's rows."""
+        return self.task.rows(split)
+
+    def rewards(self, rows: Sequence[Row], responses: Sequence[Response]) -> list[Reward]:
+        """Return a reward of 0 for each response."""
+        return [Reward(0.0, {}, False)] * len(rows)
+
+    def respond(self, row: Row, response: Response) -> list[Message]:
+        """Return the task's messages after the response."""
+        return self.task.respond(row, response)
+
+
 class Generated(Task):
     """Base of tasks with generated rows; override `sample_rows`, and `play` if needed.
 

@@ -153,7 +153,7 @@ class ShardedScorer(Scorer):
         call = partial(super().forward, *rows, **how)
         reference = how.get("reference")
         if isinstance(reference, ShardedScorer) and reference.owner is None:
-            call = partial(reference.within, call)
+            call = partial(_inside, reference, call)
         done = call() if self.owner is None else self.owner.within(call)
         results = {field.name: getattr(done, field.name) for field in fields(done)}
         results = {name: x for name, x in results.items() if x is not None}
@@ -169,6 +169,15 @@ class ShardedScorer(Scorer):
             return super().values(tokens, attention, keep, group_id=group_id)
         anchor = 0 * super().values(*_dummy(self.device)).sum()
         return torch.zeros(bare(tokens).shape, device=self.device) + anchor
+
+
+def _inside(reference: ShardedScorer, call: Callable[[], Any]) -> Any:
+    """Call with the root's weights of a reference gathered, and return the scores."""
+    # As an output they would get hooks that gather frozen layers in the backward too: after the
+    # policy's layers, in an empty micro-batch before them. Ranks would mix up the weights.
+    done = []
+    reference.within(lambda: done.append(call()))
+    return done[0]
 
 
 def _dummy(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -138,6 +138,9 @@ FAULTS = [  # words, and the key that the line names
     (["algorithm=distil"], r"kl\.reference"),
     (["algorithm=distil", "kl.reference=tiny", "kl=reward"], r"kl\.where"),
     (["algorithm=distil", "kl.reference=tiny", "kl.coeff=0"], r"kl\.coeff"),
+    (["teacher.reference={a:tiny,b:tiny}"], r"teacher\.column"),
+    (["teacher.reference={a:tiny,b:./nowhere}", "teacher.column=x"], r"teacher\.reference\.b"),
+    (["teacher.reference={}", "teacher.column=x"], r"teacher\.reference"),
     (["kl.jsd_weight=1"], r"kl\.jsd_weight"),
     (["launch.offload=true"], r"launch\.offload"),
     (["launch=fsdp2", "launch.num_processes=2", "trainer.overlap=1"], r"trainer\.overlap"),
@@ -146,6 +149,10 @@ FAULTS = [  # words, and the key that the line names
     (["policy.engine.max_num_seqs=3"], r"policy\.engine"),
     (["trainer.patience=2", "eval.every=0"], r"trainer\.patience"),
     (["eval.frontier=8", "kl.refresh_every=1"], r"eval\.frontier"),
+    (["eval.forward_kl=1", "kl.refresh_every=1"], r"eval\.forward_kl"),
+    (["experiment=sft_tiny", "eval.forward_kl=1"], r"eval\.forward_kl.*kl\.measure"),
+    (["eval.retain=torn.jsonl"], r"eval\.forward_kl=1"),
+    (["eval.forward_kl=1", "eval.retain=torn.jsonl"], r"eval\.retain.*torn.jsonl, line 2"),
     (["checkpoint.keep_best=true", "checkpoint.every=1"], r"checkpoint\.keep_best"),
     (["policy.model=./nowhere"], r"policy\.model"),
     (["env.transforms.kl._target_=envs.transforms.RetrieveKL"], r"env\.transforms\.kl\._target_"),
@@ -235,7 +242,13 @@ def test_resume_auto_begins_goes_on_and_refuses_another_configuration(words, tmp
         asked([*words, "kl.coeff=1"])
 
 
-OF_THE_RUN = ("eval.max_rows=4", "eval.temperature=0.5", "kl.coeff=1", "env.match=words")
+OF_THE_RUN = (
+    "eval.max_rows=4",
+    "eval.forward_kl=1",
+    "eval.temperature=0.5",
+    "kl.coeff=1",
+    "env.match=words",
+)
 
 
 @pytest.mark.parametrize("word", OF_THE_RUN)  # the last one is a key of some files only

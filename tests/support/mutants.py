@@ -242,6 +242,11 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
     "KL outside the loss mask": outside_the_loss,
     "tools in the divisor": with_the_tools,
     "a frontier as eval samples": at_the_evaluations,
+    "forgetting where the policy writes": lambda f: lambda self: self.policy,
+    "a forward KL the other way": lambda f: (
+        lambda self, *rows, **more: f(self, *rows, **more | {"mixture": 1.0})
+    ),
+    "another row's teacher": lambda f: lambda self, row: next(iter(self.teachers)),
     "log a / p of counts": lambda f: (
         lambda policy, reference: (
             policy.mean(1) * np.log(np.maximum(policy.mean(1), 0.01) / (reference.mean(1) + 0.01))
@@ -328,6 +333,10 @@ SEQUENCE = check_of(LOSSES, "distils_as_the_loop", "full", None, "sequence")
 PLAIN_VALUES = values_are_those_of_a_plain_forward
 MEANS = check_of(METRICS, "means_are_over_their_rows_or_tokens")
 FRONTIER = check_of(METRICS, "a_frontier_is_of_responses_at_temperature_one")
+FORWARD = check_of("trainer/kl/test_forgetting.py", "measures_the_reference_where_it_writes", 1)
+CHOSEN = check_of(
+    "trainer/kl/test_teachers.py", "rows_are_scored_by_their_teachers", *("code", "math") * 2
+)
 KEPT_STATES = check_of(LOSSES, "kept_states_give_the_kl_of_a_pass")
 EPOCHS = check_of("trainer/test_collect.py", "every_epoch_has_an_order_of_its_own")
 WITHOUT_ADAPTER = check_of(
@@ -389,6 +398,9 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("KL outside the loss mask", IN_THE_REWARD, f"{LEASH}.charge_reward"),
     ("tools in the divisor", MEANS, f"{METRICS}:summarize"),
     ("a frontier as eval samples", FRONTIER, "trainer.evaluation:Evaluate.plan"),
+    ("forgetting where the policy writes", FORWARD, "trainer.kl.reference:Reference.sampler"),
+    ("a forward KL the other way", FORWARD, "policies.scorer:Scorer.divergence"),
+    ("another row's teacher", CHOSEN, "trainer.kl.teachers:Teachers._name"),
     (
         "log a / p of counts",
         BIAS,

@@ -67,9 +67,10 @@ MORE = {
     "grpo, target KL": ("grpo", "algorithm.target_kl=0.001", "algorithm.epochs=3"),
     "grpo, importance": ("grpo", CORRECTED),
     "grpo, engine": ("grpo",),
-    "grpo, frontier": ("grpo", "eval.frontier=8"),
+    "grpo, frontier": ("grpo", "eval.frontier=8", "eval.forward_kl=2"),
+    "distil, teachers": ("distil", "kl.estimator=k3_ratio", "teacher.estimator=full"),
     "grpo, a rank without rows": ("grpo",),
-    "grpo, LoRA, a rank without rows": ("grpo", LORA),
+    "grpo, LoRA, a rank without rows": ("grpo", LORA, "eval.forward_kl=2"),
     "grpo, bfloat16": ("grpo", "policy.dtype=bfloat16", REFRESH),
     "grpo, autocast": ("grpo", "policy.autocast=bfloat16"),
     "grpo_full, autocast": ("grpo_full", "policy.autocast=bfloat16"),
@@ -82,6 +83,7 @@ MORE = {
 CASES = {name: (name,) for name in ALGORITHMS} | MORE
 ROUNDED = [name for name in CASES if "bfloat16" in name or "autocast" in name]
 FEW = ("ppo", "ppo, head", "grpo, engine", "grpo, LoRA, a rank without rows", "sft, packed")
+FEW += ("distil, teachers",)  # a rank has no row of some
 RESUMED = "ppo, head"  # of these
 
 
@@ -117,6 +119,10 @@ def compose(name: str, model: Path, *, ranks: int, launch: str = "fsdp2") -> dic
     config = compose_checked(words)
     task = "support.sharded.OnlyOne" if "without rows" in name else "support.invariance.Pairs"
     config["env"] |= {"task": {"_target_": task}, "rewards": {}}
+    if kind == "teachers":
+        texts = [row["answer"] for row in Pairs().rows("train")]
+        models = {text: str(model / ("tiny", "teacher")[i % 2]) for i, text in enumerate(texts)}
+        config["teacher"] |= {"reference": models, "column": "answer"}
     if kind == "engine":
         config["policy"]["engine"] = {"_target_": "support.engines.beside"}
     return config

@@ -78,7 +78,7 @@ def test_a_run_says_what_it_leaves_out_and_is_the_run_without_those_rows(tmp_pat
     train_here(tmp_path / "run", *words(tmp_path, *two, long=(2, 7, 33)))
     printed = capsys.readouterr().out
     assert printed.count("3 of 70 train rows exceed 100 tokens") == 1
-    assert printed.count("3 of 70 eval.train_rows rows exceed 100 tokens") == 1
+    assert printed.count("3 of 70 eval_train rows exceed 100 tokens") == 1
     assert printed.count("1 of 6 eval rows exceed 100 tokens") == 1
     train_here(tmp_path / "again", *words(tmp_path, *two, gone=(2, 7, 33)))
     assert metrics(tmp_path / "run") == metrics(tmp_path / "again")

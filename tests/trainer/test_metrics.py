@@ -259,7 +259,7 @@ def test_training_rows_are_evaluated_as_held_out_ones_under_names_of_their_own()
 def test_fewer_rows_have_each_kinds_share_whether_sorted_by_kind_or_in_turn(build, count):
     task = build()
     limited = evaluate(task, train_rows=count, max_rows=count)
-    parts = {"train": limited.beside, "eval": limited}
+    parts = limited.beside | {"eval": limited}
     for split, part in parts.items():
         counts = Counter(map(task.label, task.rows(split)))
         used = Counter(part.labels)

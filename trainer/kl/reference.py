@@ -1,6 +1,7 @@
 """The reference of the KL, and its refresh towards the policy."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from tensordict import TensorDictBase
@@ -11,6 +12,7 @@ from policies.host import kept, placed
 from policies.load import weights_of
 from policies.padding import predicted
 from policies.protocols import Policy
+from policies.sampler import NO_FILTERS
 from policies.scorer import LOCAL, Scorer, score_in_parts
 from trainer.batch import LEASHES, RESPONSE
 
@@ -100,6 +102,29 @@ class Reference:
         dist = scorer.distribution(kept(states, sampled), sampled, temperature)
         batch.set(self.names.log_probs, dist.scores(tokens).log_probs)
         return batch.set("ref_states", states)
+
+    @torch.no_grad()
+    def forward_kl(self, batch: TensorDictBase) -> Tensor:
+        """Return KL(reference || policy) over the vocabulary, of the state of each token, [B, T].
+
+        Nats, 0 outside the response. All ranks must call it.
+        """
+        return score_in_parts(
+            self.policy.scorer.divergence,
+            batch.get(("tokens", "full")),
+            batch.get(("masks", "all_attention_mask")),
+            batch.get(RESPONSE),
+            limit=self.retrieve.ref_model.micro_batch_tokens,
+            group_id=batch.get("group_id"),
+            temperature=batch.get("temperature"),
+            reference=self.scorer,
+            mixture=0.0,
+        )
+
+    def sampler(self) -> Policy:
+        """Return the reference as a generator, of responses that end where the policy's end."""
+        limits = replace(self.policy.limits, eos_token_id=self.policy.stop_ids, filters=NO_FILTERS)
+        return self.policy.get_new_version(model=self.scorer, limits=limits)
 
     @torch.no_grad()
     def join(self) -> None:

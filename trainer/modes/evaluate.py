@@ -20,6 +20,7 @@ from policies.files import write_text
 from trainer.modes.run_weights import reference_name, take_weights
 from trainer.trainer import Trainer
 
+FORWARD = ("eval/kl_forward", "eval_retain/")  # of responses that the reference sampled
 LENGTH, TRUNCATED = "response/length_mean", "response/truncated_fraction"
 
 
@@ -82,6 +83,7 @@ def tally(
 def measure(loop: Trainer) -> dict[str, dict[str, float]]:
     """Evaluate the eval rows; return the metrics of each plan, "sampled" and "greedy"."""
     samples = {name: env.group_size for name, env, _ in loop.evaluate.plans}
+    first = next(iter(samples))
     responses: dict[str, list] = {name: [] for name in samples}
 
     def on_batch(name: str, batch: TensorDictBase, _: list[int]) -> None:
@@ -90,7 +92,8 @@ def measure(loop: Trainer) -> dict[str, dict[str, float]]:
     scores, _ = loop.evaluate(0, kind="eval", on_batch=on_batch)
     gathered, out = loop.runtime.gather(responses), {}
     for name, count in samples.items():
-        accuracy = {k: v for k, v in scores.items() if k.startswith(f"eval/{name}_accuracy")}
+        of_plan = (f"eval/{name}_accuracy", *(FORWARD if name == first else ()))
+        accuracy = {k: v for k, v in scores.items() if k.startswith(of_plan)}
         each = [response for part in gathered for response in part[name]]
         out[name] = tally(each, count, accuracy)
     return out

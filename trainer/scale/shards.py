@@ -62,8 +62,11 @@ class ShardedRuntime(Runtime):
             return super().prepare(policy, make)
         self.wait()
         mesh, main = make_mesh(self.device.type, self.ranks, self.shards), policy.scorer
-        scorers = {id(part.scorer): part.scorer for part in others if hasattr(part, "scorer")}
-        shard_all(main, list(scorers.values()), mesh, offload=self.offload)
+        scorers: list[Any] = []
+        for part in others:
+            scorer = getattr(part, "scorer", None)  # by name of several teachers
+            scorers += scorer.values() if isinstance(scorer, dict) else [scorer]
+        shard_all(main, [*dict.fromkeys(scorers)], mesh, offload=self.offload)
         return main, make(main)
 
 

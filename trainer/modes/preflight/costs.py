@@ -112,9 +112,9 @@ def check_time(
         findings.say(f"{name:<9} {phase.seconds:.2f} s (the first {before:.2f} s)")
     seconds = findings.start + first.seconds + (total - 1) * second.seconds
     if "evaluation" in rest:
-        evaluate, beside = loop.evaluate, loop.evaluate.beside
+        evaluate = loop.evaluate
         times = 1 + sum(evaluate.due(i, total) for i in range(1, total + 1))
-        count = len(evaluate.rows) + (len(beside.rows) if beside else 0)
+        count = len(evaluate.rows) + sum(len(e.rows) for e in evaluate.beside.values() if e.plans)
         few = min(evaluate.prompts_per_batch * loop.runtime.ranks, len(evaluate.rows))  # played
         seconds += times * rest["evaluation"].seconds * count / max(few, 1)
     length = float(second.batch.get("loss_mask").sum(-1).float().mean())

@@ -97,7 +97,7 @@ def profile_rest(loop: Trainer) -> dict[str, Phase]:
     phase = partial(measure, phases, loop.runtime.device)
     if loop.evaluate.plans:
         few = copy(loop.evaluate)
-        few.beside = None
+        few.beside = {}
         few.rows = few.rows[: few.prompts_per_batch * loop.runtime.ranks]
         phase("evaluation", lambda: few(0))
     phase("gathering the model", lambda: gather(loop.policy, fill=loop.runtime.is_main))

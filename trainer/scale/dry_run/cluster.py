@@ -129,7 +129,11 @@ class Rank:
             self.references["ref"] = make_reference(self.scorer, policy, kl, **sharded)
         if self.leash.teacher is not None:
             teacher = settings["teacher"] | {"refresh_every": 0}
-            self.references["teacher"] = make_reference(self.scorer, policy, teacher, **sharded)
+            named = teacher["reference"]
+            for i, model in enumerate([*named.values()] if isinstance(named, dict) else [named]):
+                teacher["reference"] = model
+                each = make_reference(self.scorer, policy, teacher, **sharded)
+                self.references[f"teacher {i}" if i else "teacher"] = each
         if parts.critic:
             self.scorer.critic = parts.critic(scorer=self.scorer)
         if mesh is not None:

@@ -1,0 +1,78 @@
+"""Forgetting: the KL of reference to policy, on responses that the reference sampled.
+
+By the chain rule the forward KL of whole responses is a mean over responses of the reference,
+
+    KL(reference || policy) = E[ sum_t KL(reference(. | tokens < t) || policy(. | tokens < t)) ]
+
+of exact KLs over the vocabulary. Both models score a response in one pass. The estimate has the
+mean of log reference - log policy without its noise: it is never negative, and 0 at the start.
+What a policy forgets follows this KL (RL's Razor, arXiv 2509.04259).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from envs.tasks.dataset import Prompts
+from envs.tasks.task import Unrewarded
+from policies.padding import pad, pad_mask, unpad
+from trainer.kl.reference import Reference
+
+
+class Forgetting:
+    """Measure the forward KL on the rows of an evaluation, nats per response.
+
+    The first call samples `samples` responses of the frozen reference to each row, at `temperature`
+    and of as many turns as the policy's, and keeps them. Their streams are those of the evaluation:
+    a resumed run samples the same responses again.
+    """
+
+    def __init__(self, reference: Reference, *, samples: int, temperature: float) -> None:
+        self.reference, self.samples, self.temperature = reference, samples, temperature
+        self.responses: TensorDict | None = None  # of this rank
+        self.count = 0  # of this rank's responses
+
+    def __call__(self, play: Any, kind: str, on_progress: Any) -> float:
+        """Return the mean over all ranks' responses to the rows of `play`, an `Evaluate`."""
+        if self.responses is None:
+            self.responses = self._sample(play, kind, on_progress)
+        kl = self.reference.forward_kl(self.responses)  # [B, T]
+        sums = {"kl": float(kl.double().sum()), "count": float(self.count)}
+        total = play.runtime.all_reduce_sum(sums)
+        return total["kl"] / total["count"]
+
+    def _sample(self, play: Any, kind: str, on_progress: Any) -> TensorDict:
+        """Return this rank's responses [B, T] on the CPU; one without a token if it has no row."""
+        rows: list[tuple[Tensor, Tensor, int]] = []  # ids [t], response mask [t], group
+
+        def keep(_: str, batch: TensorDictBase, __: list[int]) -> None:
+            real = batch.get(("masks", "all_attention_mask"))  # [b, t]
+            masks = unpad(batch.get(("masks", "all_response_mask")), real)
+            ids = unpad(batch.get(("tokens", "full")), real)
+            rows.extend(zip(ids, masks, batch.get("group_id").tolist(), strict=True))
+
+        other = play.of_rows(play.rows, Unrewarded(play.task))
+        other.generator = self.reference.sampler()
+        factor = self.reference.scorer.temperature_factor
+        player = other.of_plan("reference", self.samples, self.temperature * factor)
+        label = f"sampling the reference: {len(play.rows)} prompts x {self.samples} samples"
+        player(0, kind=kind, on_progress=lambda part: on_progress(part, label), on_batch=keep)
+        self.count = len(rows)
+        nothing = torch.zeros(2, dtype=torch.int64)
+        rows = rows or [(nothing, nothing.bool(), 0)]
+        ids, masks, groups = zip(*rows, strict=True)
+        masks = {"all_attention_mask": pad_mask([*map(len, ids)]), "all_response_mask": pad(masks)}
+        out = TensorDict({"tokens": {"full": pad(ids)}, "masks": masks}, [len(ids)])
+        out.set("temperature", torch.full((len(ids),), self.temperature))
+        return out.set("group_id", torch.tensor(groups))
+
+
+def read_prompts(dataset: str | Sequence[str]) -> Unrewarded:
+    """Return the task of the prompts of a data set, as env.dataset: hub id, folder or files.
+
+    ValueError for a data set that cannot be read.
+    """
+    return Unrewarded(Prompts(dataset, eval_dataset=dataset))
