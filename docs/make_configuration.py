@@ -81,7 +81,7 @@ def _table(part: str, words: list[str], seen: dict[str, str]) -> list[str]:
         if seen.get(name) != row:
             out.append(row)
         seen[name] = row
-    return ["| key | values | default | |", "|---|---|---|---|", *out]
+    return ["| key | values | `grpo_smollm` | |", "|---|---|---|---|", *out]
 
 
 @cache
