@@ -1,0 +1,67 @@
+"""Variance of the whole gradient, of reward and KL together: prints a table of docs/kl_sequence.md.
+
+    PYTHONPATH=. python docs/whole_gradient.py
+
+The model of docs/sequence_kl.py with a random reward for each response. The policy is on its way to
+the optimum: the reference times exp(part * reward / coeff). The variance is that of one response,
+with exact means as baselines, relative to the variance with the reward's gradient alone.
+"""
+
+import torch
+from torch import Tensor
+
+from docs.sequence_kl import RESPONSES, STEPS, V, states, to_go
+
+SEEDS, COEFF = 5, 0.5
+PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)
+
+
+def raised(reference: Tensor, exponent: Tensor) -> Tensor:
+    """Return the log-probs [N, T, V] of the reference times exp(exponent [N])."""
+    token = RESPONSES.unsqueeze(-1)  # [N, T, 1]
+    whole = reference.gather(-1, token).sum((1, 2)) + exponent  # [N]
+    each = []
+    for t in range(STEPS):  # the responses with the same first tokens are neighbours
+        share = whole.view(V**t, V, -1).logsumexp(-1).log_softmax(-1)  # [V^t, V]
+        each.append(share.repeat_interleave(V ** (STEPS - t), 0))
+    return torch.stack(each, 1)
+
+
+def variances(seed: int, part: float, coeff: float) -> dict[str, float]:
+    """Return the variance of each way to charge the KL."""
+    draw, reference = torch.Generator().manual_seed(seed), states(seed)  # [N, T, V]
+    reward = torch.randn(len(RESPONSES), 1, generator=draw, dtype=torch.float64)  # [N, 1]
+    policy = raised(reference, part * reward.squeeze(-1) / coeff)  # [N, T, V]
+    token, p = RESPONSES.unsqueeze(-1), policy.exp()  # [N, T, 1], [N, T, V]
+    chance = policy.gather(-1, token).sum((1, 2)).exp().unsqueeze(-1)  # [N, 1]
+    k1 = (policy - reference).gather(-1, token).squeeze(-1)  # [N, T]
+    exact = (p * (policy - reference)).sum(-1)  # [N, T]
+    local = p * (policy - reference - exact.unsqueeze(-1))  # [N, T, V] grad D_t of the logits
+    score = torch.zeros_like(p).scatter_(-1, token, 1.0) - p  # [N, T, V] grad log policy
+
+    def credited(values: Tensor) -> Tensor:  # [N, 1] or [N, T] -> [N, T, V]
+        return (values - (chance * values).sum(0)).unsqueeze(-1) * score
+
+    gain, total = credited(-reward), k1.sum(-1, keepdim=True)  # [N, T, V], [N, 1]
+    ways = {
+        "reward alone": gain,
+        "`full` in the loss": gain + coeff * local,
+        "`kl=sequence`": gain + coeff * (local + credited(to_go(exact) - exact)),
+        "k1 in the reward, `return_to_go`": gain + coeff * credited(to_go(k1)),
+        "k1 in the reward": gain + coeff * credited(total),
+    }
+    out = {}
+    for name, gradient in ways.items():
+        square = (chance * gradient.square().sum((1, 2)).unsqueeze(-1)).sum()
+        means = [(chance * gradient[:, t]).view(V**t, -1, V).sum(1) for t in range(STEPS)]
+        out[name] = float(square - sum(mean.square().sum() for mean in means))
+    return out
+
+
+if __name__ == "__main__":
+    print(f"| part of the way | {' | '.join(f'{part:g}' for part in PARTS)} |")
+    print("|---|" + "---|" * len(PARTS))
+    found = [[variances(seed, part, COEFF) for seed in range(SEEDS)] for part in PARTS]
+    for name in list(found[0][0])[1:]:
+        ratios = [[each[name] / each["reward alone"] for each in seeds] for seeds in found]
+        print(f"| {name} | {' | '.join(f'{sum(r) / len(r):.2f}' for r in ratios)} |")
