@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python docs/whole_gradient.py
 
-The model of docs/sequence_kl.py with a random reward for each response. The policy is on its way to
-the optimum: the reference times exp(part * reward / coeff). The variance is that of one response,
-with exact means as baselines, relative to the variance with the reward's gradient alone.
+The model of docs/sequence_kl.py with a random reward for each response. The policy is the reference
+times exp((part * reward + noise) / coeff): with part 1 and no noise it is the optimum. The variance
+is that of one response, with exact means as baselines, relative to that of the reward's gradient.
 """
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from docs.sequence_kl import RESPONSES, STEPS, V, states, to_go
 
 SEEDS, COEFF = 5, 0.5
-PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)
+# Part of the reward, and standard deviation of the noise, that of the reward being 1.
+PLACES = ((0.1, 0.0), (0.25, 0.0), (0.5, 0.0), (1.0, 0.0), (0.5, 0.5), (1.0, 1.0), (0.0, 0.5))
 
 
 def raised(reference: Tensor, exponent: Tensor) -> Tensor:
@@ -27,11 +28,11 @@ def raised(reference: Tensor, exponent: Tensor) -> Tensor:
     return torch.stack(each, 1)
 
 
-def variances(seed: int, part: float, coeff: float) -> dict[str, float]:
+def variances(seed: int, part: float, spread: float, coeff: float) -> dict[str, float]:
     """Return the variance of each way to charge the KL."""
     draw, reference = torch.Generator().manual_seed(seed), states(seed)  # [N, T, V]
-    reward = torch.randn(len(RESPONSES), 1, generator=draw, dtype=torch.float64)  # [N, 1]
-    policy = raised(reference, part * reward.squeeze(-1) / coeff)  # [N, T, V]
+    reward, noise = torch.randn(2, len(RESPONSES), generator=draw, dtype=torch.float64)  # [N] each
+    policy = raised(reference, (part * reward + spread * noise) / coeff)  # [N, T, V]
     token, p = RESPONSES.unsqueeze(-1), policy.exp()  # [N, T, 1], [N, T, V]
     chance = policy.gather(-1, token).sum((1, 2)).exp().unsqueeze(-1)  # [N, 1]
     k1 = (policy - reference).gather(-1, token).squeeze(-1)  # [N, T]
@@ -42,7 +43,7 @@ def variances(seed: int, part: float, coeff: float) -> dict[str, float]:
     def credited(values: Tensor) -> Tensor:  # [N, 1] or [N, T] -> [N, T, V]
         return (values - (chance * values).sum(0)).unsqueeze(-1) * score
 
-    gain, total = credited(-reward), k1.sum(-1, keepdim=True)  # [N, T, V], [N, 1]
+    gain, total = credited(-reward.unsqueeze(-1)), k1.sum(-1, keepdim=True)  # [N, T, V], [N, 1]
     ways = {
         "reward alone": gain,
         "`full` in the loss": gain + coeff * local,
@@ -59,9 +60,9 @@ def variances(seed: int, part: float, coeff: float) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(f"| part of the way | {' | '.join(f'{part:g}' for part in PARTS)} |")
-    print("|---|" + "---|" * len(PARTS))
-    found = [[variances(seed, part, COEFF) for seed in range(SEEDS)] for part in PARTS]
+    print(f"| part, noise | {' | '.join(f'{part:g}, {noise:g}' for part, noise in PLACES)} |")
+    print("|---|" + "---|" * len(PLACES))
+    found = [[variances(seed, *place, COEFF) for seed in range(SEEDS)] for place in PLACES]
     for name in list(found[0][0])[1:]:
         ratios = [[each[name] / each["reward alone"] for each in seeds] for seeds in found]
         print(f"| {name} | {' | '.join(f'{sum(r) / len(r):.2f}' for r in ratios)} |")
