@@ -40,8 +40,10 @@ def variances(seed: int, part: float, spread: float, coeff: float) -> dict[str, 
     local = p * (policy - reference - exact.unsqueeze(-1))  # [N, T, V] grad D_t of the logits
     score = torch.zeros_like(p).scatter_(-1, token, 1.0) - p  # [N, T, V] grad log policy
 
-    def credited(values: Tensor) -> Tensor:  # [N, 1] or [N, T] -> [N, T, V]
-        return (values - (chance * values).sum(0)).unsqueeze(-1) * score
+    def credited(values: Tensor, baseline: Tensor | None = None) -> Tensor:
+        """Return the gradient of values [N, 1] or [N, T], by default minus their means."""
+        base = (chance * (values if baseline is None else baseline)).sum(0)  # [1] or [T]
+        return (values - base).unsqueeze(-1) * score  # [N, T, V]
 
     gain, total = credited(-reward.unsqueeze(-1)), k1.sum(-1, keepdim=True)  # [N, T, V], [N, 1]
     ways = {
@@ -49,6 +51,7 @@ def variances(seed: int, part: float, spread: float, coeff: float) -> dict[str, 
         "`full` in the loss": gain + coeff * local,
         "`kl=sequence`": gain + coeff * (local + credited(to_go(exact) - exact)),
         "k1 in the reward, `return_to_go`": gain + coeff * credited(to_go(k1)),
+        "the same, minus the mean of totals": gain + coeff * credited(to_go(k1), total),
         "k1 in the reward": gain + coeff * credited(total),
     }
     out = {}
