@@ -3,7 +3,7 @@
     PYTHONPATH=. python docs/sequence_tasks.py
 
 A response is right if all of its digits are even, so each digit costs KL. EvenDigits: any number of
-digits. MarkedDigits: many after the mark "a", few after "b". docs/kl.md has the trained runs.
+digits. MarkedDigits: many after the mark "a", few after "b". docs/kl_sequence.md has the trained runs.
 
 Training with a coefficient c ends at reference * exp(value of the next state / c) in each state.
 The value is the reward minus c KL of the later states with the exact gradient, and the reward alone
@@ -132,9 +132,11 @@ if __name__ == "__main__":
     print("| task, `kl.coeff` | gradient | digits or share of a | reward | KL, nats | efficiency |")
     print("|---|---|---|---|---|---|")
     for ends in (even_digits, marked_digits):
-        for coeff in (0.1, 0.2, 0.3, 0.5, 1.0):
+        for coeff in (0.1, 0.2, 0.2 * 8 / 7, 0.5):  # the third: 0.2 in the loss, groups of 8
             for exact in (False, True):
                 end = ends(coeff, exact=exact)
                 cells = (end.count, end.reward, end.kl, least_kl(ends, end.reward) / end.kl)
-                name = f"{ends.__name__}, {coeff:g} | {'exact' if exact else '`full` in the loss'}"
+                name = (
+                    f"{ends.__name__}, {coeff:.3g} | {'exact' if exact else '`full` in the loss'}"
+                )
                 print(f"| {name} | {' | '.join(f'{x:.2f}' for x in cells)} |")
