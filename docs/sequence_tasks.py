@@ -3,7 +3,7 @@
     PYTHONPATH=. python docs/sequence_tasks.py
 
 A response is right if all of its digits are even, so each digit costs KL. EvenDigits: any number of
-digits. MarkedDigits: many after the mark "a", few after "b". docs/kl_sequence.md has the trained runs.
+digits. MarkedDigits: many after the mark "a", few after "b". Trained runs: docs/kl_sequence.md.
 
 Training with a coefficient c ends at reference * exp(value of the next state / c) in each state.
 The value is the reward minus c KL of the later states with the exact gradient, and the reward alone
