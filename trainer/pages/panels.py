@@ -1,7 +1,7 @@
 """Choose and draw the charts of a run; related metrics share a chart (panels.yaml)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def figures(panels: Sequence[Panel], run: Run) -> list[Figure]:
     return [
         Figure(
             chart,
-            f"healthy: {panel.healthy}" if panel.healthy else "",
+            f"healthy: {healthy}" if (healthy := panel.healthy or _limits(panel, names)) else "",
             [name for name in panel.metrics if name in names],
             unhealthy(panel, run),
             all(
@@ -65,6 +65,12 @@ def figures(panels: Sequence[Panel], run: Run) -> list[Figure]:
         for panel in panels
         if (chart := draw(panel, run))
     ]
+
+
+def _limits(panel: Panel, names: Collection[str]) -> str:
+    """Describe the limits of the metrics that a run logs."""
+    known = {name: most for name, (_, most) in panel.limits.items() if name in names}
+    return ", ".join(f"{panel.metrics[name]} below {most:g}" for name, most in known.items())
 
 
 def unhealthy(panel: Panel, run: Run) -> tuple[str, str] | None:

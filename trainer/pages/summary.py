@@ -51,8 +51,8 @@ def tiles(run: Run) -> list[Tile]:
         if (efficiency := number(run.metrics[-1].get("kl/efficiency"))) is not None:
             out.append(Tile("KL efficiency", short(efficiency)))
         total = number(dig(run.config, "trainer", "num_iterations"))
-        done = f"{run.metrics[-1]['progress/iteration']:,.0f}"
-        out.append(Tile("iterations", f"{done} of {total:,.0f}" if total else done))
+        done = f"{run.metrics[-1]['progress/iteration']:.0f}"
+        out.append(Tile("iterations", f"{done} of {total:.0f}" if total else done))
     if (seconds := number(run.status.get("seconds"))) is not None:
         out.append(Tile("time", duration(seconds)))
     return out

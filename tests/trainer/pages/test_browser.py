@@ -201,7 +201,8 @@ OUTSIDE = """
   const box = e.getBoundingClientRect();
   const look = getComputedStyle(e), wide = e.scrollWidth > e.clientWidth + 1;
   return box.right > innerWidth + 1 || box.left < -1 ||
-    (wide && e.clientWidth && look.display !== "inline" && look.overflowX === "visible");
+    (wide && e.clientWidth && look.display !== "inline" && look.overflowX === "visible" &&
+     !e.querySelector("code"));  // the padding of a command may hang over
 }).map((e) => e.outerHTML.slice(0, 200))
 """
 # Texts of a chart that leave it, lie on each other or are too small to read, in CSS pixels.
