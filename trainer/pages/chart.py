@@ -115,7 +115,8 @@ class Chart:
         marks = x_ticks(self.x) if x_ticks else ticks(*x, count=self.width // 80, integers=True)
         for tick in (t for t in marks if lo <= t <= hi):
             self.parts.append(f'<path class="grid" d="M{self.x(tick)} {self.height - 36}v4"/>')
-            self.text(self.x(tick), self.height - 21, short(tick), anchor="middle")
+            centre = min(self.x(tick), self.width - text_width(short(tick)) / 2)  # inside
+            self.text(centre, self.height - 21, short(tick), anchor="middle")
         self.text((left + right) / 2, self.height - 5, x_label, anchor="middle")
 
     def path(self, points: Iterable[tuple[float, float]], style: str, kind: str = "line") -> None:

@@ -47,7 +47,7 @@ from trainer.runs.run_files import Run
 
 AVERAGED = "last ten iterations, at most a quarter of all"
 TITLES = {
-    REWARD: ("Reward against KL to the reference", f"mean reward per response: {AVERAGED}"),
+    REWARD: ("Reward against KL to the reference", f"mean per response: {AVERAGED}"),
     ACCURACY: ("Accuracy against KL to the reference", "share of held-out responses, sampled"),
     EVAL_REWARD: ("Held-out reward against KL to the reference", "mean per held-out response"),
 }

@@ -1,7 +1,7 @@
 """Choose and draw the charts of a run; related metrics share a chart (panels.yaml)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ import yaml
 from trainer.pages.chart import Points, Series, line_chart
 from trainer.pages.formats import short
 from trainer.runs.run_files import Run, dig, number
+
+PARTS = "Reward parts"
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def figures(panels: Sequence[Panel], run: Run) -> list[Figure]:
     return [
         Figure(
             chart,
-            f"healthy: {panel.healthy}" if panel.healthy else "",
+            f"healthy: {healthy}" if (healthy := panel.healthy or _limits(panel, names)) else "",
             [name for name in panel.metrics if name in names],
             unhealthy(panel, run),
             all(
@@ -63,6 +65,12 @@ def figures(panels: Sequence[Panel], run: Run) -> list[Figure]:
         for panel in panels
         if (chart := draw(panel, run))
     ]
+
+
+def _limits(panel: Panel, names: Collection[str]) -> str:
+    """Describe the limits of the metrics that a run logs."""
+    known = {name: most for name, (_, most) in panel.limits.items() if name in names}
+    return ", ".join(f"{panel.metrics[name]} below {most:g}" for name, most in known.items())
 
 
 def unhealthy(panel: Panel, run: Run) -> tuple[str, str] | None:
@@ -111,22 +119,29 @@ def draw(panel: Panel, run: Run) -> str:
             series.append(Series(name, points, hue=index, dots=metric.startswith("eval/")))
     values = {name: number(dig(run.config, *key.split("."))) for key, name in panel.bounds.items()}
     bounds = {name: value for name, value in values.items() if value is not None}
-    about = {"title": panel.title, "unit": panel.unit, "least": panel.least, "bounds": bounds}
+    several = len(panel.metrics) > 1 or panel.title == PARTS
+    which = f", {series[0].name}" if several and len(series) == 1 else ""
+    about = {"title": panel.title, "unit": panel.unit + which}
+    about |= {"least": panel.least, "bounds": bounds}
     return line_chart(series, **about) if series else ""
 
 
-def shown(run: Run) -> tuple[list[Figure], list[Figure]]:
-    """Draw the curves of a run: the shown ones, and the folded ones.
+def shown(run: Run) -> tuple[list[Figure], list[Figure], list[str]]:
+    """Draw the curves of a run: the shown ones, the folded ones, and the titles of empty ones.
 
-    Custom metrics come after reward, KL and accuracy; flat and healthy curves are folded.
+    Custom metrics come after reward, KL and accuracy; flat and healthy curves are folded. A folded
+    panel whose values are all 0 is not drawn.
     """
     ours = {metric.split("/")[0] for panel in (*MAIN, *MORE) for metric in panel.metrics}
     rest = others(run)
     custom = [panel for panel in rest if ours.isdisjoint(n.split("/")[0] for n in panel.metrics)]
     first = figures([*MAIN[:3], *custom, *MAIN[3:]], run)
     folded = [figure for figure in first if figure.flat and not figure.warning]
-    more = figures([*MORE, *(panel for panel in rest if panel not in custom)], run)
-    return [figure for figure in first if figure not in folded], folded + more
+    last = [panel for panel in (*MORE, *rest) if panel not in custom]
+    zero = [panel for panel in last if _always_zero(panel, run)]
+    more = figures([panel for panel in last if panel not in zero], run)
+    titles = [panel.title for panel in zero]
+    return [figure for figure in first if figure not in folded], folded + more, titles
 
 
 def others(run: Run) -> list[Panel]:
@@ -135,7 +150,7 @@ def others(run: Run) -> list[Panel]:
     rest = [n for n in run.names() if n not in known and not n.startswith("progress/")]
     parts = {n: n.removeprefix("reward_part/") for n in rest if n.startswith("reward_part/")}
     single = [Panel(n, "", {n: n}) for n in rest if n not in parts]
-    return ([Panel("Reward parts", "mean per response", parts)] if parts else []) + single
+    return ([Panel(PARTS, "mean per response", parts)] if parts else []) + single
 
 
 def _alike(points: Points, others: Points) -> bool:
@@ -151,6 +166,12 @@ def _constant(points: Points, least: float) -> bool:
     values = [value for _, value in points] or [0.0] * 3
     rounding = 1e-6 * max(map(abs, values)) + 0.01 * least
     return len(values) > 2 and max(values) - min(values) <= rounding
+
+
+def _always_zero(panel: Panel, run: Run) -> bool:
+    """Return whether a run logs metrics of a panel, each 0 in every iteration."""
+    values = {value for m in panel.metrics for _, value in run.series(_logged(m, run))}
+    return values == {0.0}
 
 
 def _logged(metric: str, run: Run) -> str:

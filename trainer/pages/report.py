@@ -4,6 +4,7 @@
 metrics that a run does not log are left out.
 """
 
+import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from trainer.pages.formats import duration
 from trainer.pages.page import PATIENCE, write_page
 from trainer.pages.responses import select_responses
 from trainer.runs.redact import redact
-from trainer.runs.run_files import ITERATION, PLACES, Run, dig, flatten, load_run, number
+from trainer.runs.run_files import ITERATION, PLACES, PREFIX, Run, dig, flatten, load_run, number
 
 PICTURE = ("Reward", "KL to the reference", "Accuracy on held-out prompts", "Loss")
 TIME = "time/iteration_s"
@@ -46,7 +47,7 @@ def run_svg(folder: str | Path) -> str:
 def _values(run: Run, state: str) -> dict[str, Any]:
     """Return the values of the template."""
     responses = select_responses(run.folder / "transcripts.jsonl")
-    first, more = panels.shown(run)
+    first, more, always_zero = panels.shown(run)
     return responses | {
         "title": run.experiment,
         "status": run.status,
@@ -58,6 +59,7 @@ def _values(run: Run, state: str) -> dict[str, Any]:
         "commands": _commands(run, state),
         "curves": [*_frontier(run), *first],
         "more_curves": more,
+        "always_zero": ", ".join(always_zero),
         "folder": str(run.folder.resolve()),
         "changes": _changes(run),
         "config": run.config and yaml.safe_dump(redact(run.config), sort_keys=False, width=100),
@@ -92,7 +94,8 @@ def _commands(run: Run, state: str) -> dict[str, str | None]:
     if state == "finished":
         out["chat"] = summary.chat_command(folder, run)
     elif state != "running" and not summary.has_python_reward(run):
-        out["go on"] = summary.resume_command(folder)
+        saved = any((folder / "checkpoints").glob("iteration_*"))
+        out["go on" if saved else "begin again"] = summary.resume_command(folder)
     return out
 
 
@@ -105,7 +108,7 @@ def _changes(run: Run) -> list[list[str]]:
         return []
     nodes = (run.defaults["leash"], run.defaults["experiment"], run.config)
     leash, theirs, ours = (
-        {key: "null" if value is None else str(value) for key, value in flatten(redact(node))}
+        {k: v if isinstance(v, str) else json.dumps(v) for k, v in flatten(redact(node))}
         for node in nodes
     )
     follows = tuple(f"{k}." for k, value in (leash | theirs).items() if value.startswith("${"))
@@ -115,7 +118,7 @@ def _changes(run: Run) -> list[list[str]]:
             continue
         first, second, value = leash.get(key, ""), theirs.get(key, ""), ours[key]
         # The run has the folder of a model that an experiment trained.
-        if value != second and not second.startswith("experiment:"):
+        if value != second and (key in run.overrides or not second.startswith(PREFIX)):
             by_hand.append([key, first, second, value])
         elif second != first:
             by_experiment.append([key, first, second, second])

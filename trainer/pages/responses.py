@@ -84,7 +84,10 @@ def _grouped(rows: Iterable[TranscriptRow]) -> list[dict[str, Any]]:
     for group in sorted(groups.values(), key=len, reverse=True):
         first, keys = group[0], ("response", "name", *_SHOWN)
         system = [("system", first["system"])] if first.get("system") else []
-        responses = [{k: row[k] for k in keys if row.get(k) not in (None, "", {})} for row in group]
+        responses = [
+            {"response": ""} | {k: row[k] for k in keys if row.get(k) not in (None, "", {})}
+            for row in group
+        ]
         known = {"prompt": first["prompt"], "answer": first.get("answer")}
         out.append({**known, "messages": system, "responses": responses})
     return out

@@ -77,7 +77,7 @@
     svg.querySelector(".plot").innerHTML = [
       ...ys.map((t) => `<path class="grid" d="M${left} ${y(t)}H${right}"/>` + text(left - 6, y(t) + 4, short(t), "end")),
       ...ticks(lo, hi).filter((t) => t >= lo && t <= hi && Number.isInteger(t))
-        .map((t) => `<path class="grid" d="M${x(t)} ${bottom}v4"/>` + text(x(t), bottom + 15, short(t), "middle")),
+        .map((t) => `<path class="grid" d="M${x(t)} ${bottom}v4"/>` + text(Math.min(x(t), right + 12 - 3.2 * short(t).length), bottom + 15, short(t), "middle")),
       text((left + right) / 2, bottom + 31, plot.label, "middle"),
       `<svg x="${left}" y="${top}" width="${frame[2]}" height="${frame[3]}" viewBox="${frame.join(" ")}">`,
       ...curves.map(line), "</svg>"].join("");

@@ -41,17 +41,18 @@ def tiles(run: Run) -> list[Tile]:
             ends = [points[0][1], last][: len(points)]
             note = few if accuracy else _averaged(run.last_ten(metric))
             out.append(Tile(name, " \u2192 ".join(map(short, ends)), note))
-    if kl := run.last_ten("kl/ref_sequence"):
-        mean = f"{nats(sum(kl) / len(kl))} nats"
-        out.append(Tile("KL to the reference per response", mean, _averaged(kl)))
+    for metric, model in (("kl/ref_sequence", "reference"), ("kl/teacher_sequence", "teacher")):
+        if kl := run.last_ten(metric):
+            mean = f"{nats(sum(kl) / len(kl))} nats"
+            out.append(Tile(f"KL to the {model} per response", mean, _averaged(kl)))
     if kls := [kl for at, kl in run.series("eval/kl_ref_sequence") if at]:
         out.append(Tile("KL of the held-out responses", f"{nats(kls[-1])} nats"))
     if run.metrics:
         if (efficiency := number(run.metrics[-1].get("kl/efficiency"))) is not None:
             out.append(Tile("KL efficiency", short(efficiency)))
         total = number(dig(run.config, "trainer", "num_iterations"))
-        done = f"{run.metrics[-1]['progress/iteration']:g}"
-        out.append(Tile("iterations", f"{done} of {total:g}" if total else done))
+        done = f"{run.metrics[-1]['progress/iteration']:.0f}"
+        out.append(Tile("iterations", f"{done} of {total:.0f}" if total else done))
     if (seconds := number(run.status.get("seconds"))) is not None:
         out.append(Tile("time", duration(seconds)))
     return out

@@ -80,8 +80,11 @@ def _values(sweep: Sweep) -> dict[str, Any]:
     links = {job.name: {"text": job.label(keys), "page": _page(job, sweep)} for job in jobs}
     warned: dict[tuple[str, str], list[dict[str, str]]] = {}
     for job in jobs:
-        for note in open_notes(job.run):
-            warned.setdefault((note["level"], note["title"]), []).append(links[job.name])
+        notes = [(note["level"], note["title"]) for note in open_notes(job.run)]
+        if job.state == "failed":
+            notes.append(("error", job.run.status.get("reason") or "failed"))
+        for note in notes:
+            warned.setdefault(note, []).append(links[job.name])
     return {
         "title": "sweep",
         "heading": f"Sweep of {jobs[0].run.experiment if jobs else sweep.folder.name}",
@@ -108,7 +111,7 @@ def _pictures(
     """Draw reward and held-out metrics against KL, first the metrics with a frontier."""
     metrics = [ACCURACY, EVAL_REWARD, REWARD] if frontier else [REWARD, ACCURACY, EVAL_REWARD]
     known = (metric for metric in metrics if any(s.spots(metric) for s in settings))
-    return [draw_sweep(jobs, width=420, height=320, by=m, frontier=frontier) for m in known]
+    return [draw_sweep(jobs, width=380, height=320, by=m, frontier=frontier) for m in known]
 
 
 def _progress(sweep: Sweep) -> str:
@@ -146,7 +149,7 @@ def _table(settings: Sequence[Setting], keys: Sequence[str], links: Links) -> di
     columns, same = first or {"job": [setting.name for setting in settings]}, {}
     for title in settings[0].jobs[0].reached:
         cells = [setting.cell(title) for setting in settings]
-        if len(set(cells)) == 1:
+        if len(set(cells)) == 1 < len(cells):
             same |= {title: cells[0]} if cells[0] else {}
         elif cells not in columns.values() and title.replace("/", ".") not in columns:
             columns[title] = cells  # kl/coeff only if kl.coeff has no column

@@ -1,5 +1,6 @@
 """report.html: right values, escaped texts, a chart per metric, whatever state the folder is in."""
 
+import json
 import math
 import re
 import time
@@ -7,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.pages import Page, Picture, recorded, write_lines, write_run, write_status
+from support.pages import Page, Picture, recorded, write_lines, write_run, write_status, write_words
 
 from trainer.pages import live
 from trainer.pages.__main__ import main
@@ -49,6 +50,27 @@ def test_no_text_of_the_files_is_markup(tmp_path):
     assert {"x </pre><script>1</script>", "<b>Q</b>", "?\x00 late"} <= {*page.texts}
 
 
+def test_the_table_of_keys_has_what_the_run_used_and_no_chart_is_empty(tmp_path):
+    model, plain = "experiment:sft_tiny", {"policy": {"model": "tiny"}, "env": {"strict": False}}
+    theirs = {**plain, "policy": {"model": model}}
+    write_lines(tmp_path, {"optim/skipped_steps": 0.0, "optim/lr": 0.0}, {"optim/lr": 1.0})
+    write_words(tmp_path, "env.strict=true")
+    (tmp_path / ".hydra" / "defaults.yaml").write_text(
+        json.dumps({"leash": plain, "experiment": theirs})
+    )
+    config = {"policy": {"model": "/cache/sft_tiny-1"}, "env": {"strict": True}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    page = Page(write_report(tmp_path))
+    assert page.in_order("env.strict", "false", "true", "policy.model", "tiny", model)
+    assert [*page.charts()] == ["Learning rate"]
+    assert "Always 0: Steps left out" in page.texts
+    write_words(tmp_path, "policy.model=tiny")
+    (tmp_path / "config.yaml").write_text(json.dumps({**config, **{"policy": {"model": "tiny"}}}))
+    cells = Page(write_report(tmp_path)).texts
+    row = cells[cells.index("policy.model") :][:4]
+    assert row == ["policy.model", "tiny", model, "tiny"]
+
+
 RUNS = [
     ("healthy_run.json", []),
     ("hacked_run.json", ["Reward hacking (iteration 30)"] * 2 + ["k1 1.53, above 1"]),
@@ -87,7 +109,7 @@ def test_a_page_reloads_itself_while_its_run_goes_on_and_says_what_it_does(tmp_p
     (tmp_path / "errors" / "rank1.txt").write_text("why")
     page = Page(write_report(tmp_path))
     assert not page.goes_on
-    assert page.in_order("failed", "why", "errors/rank1.txt", "mean per response")
+    assert page.in_order("failed", "why", "errors/rank1.txt", "mean per response, with KL")
 
 
 def test_the_command_writes_pages_and_pictures_of_runs_alone(tmp_path, capsys):

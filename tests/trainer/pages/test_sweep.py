@@ -53,7 +53,9 @@ def job(name: str, reward=None, kl=None, *, state="finished", objective=None, **
 
 
 def test_the_csv_has_a_row_per_job_with_means_over_its_end(sweep):
+    write_status(sweep / "kl.coeff=3,policy.model=a" / "b", state="failed", reason="<b>why")
     page = Page(write_sweep(sweep))
+    assert "<b>why" in page.texts
     assert {*page.attributes("href")} == {f"kl.coeff%3D{c}/report.html" for c in (2, 10, 20)}
     assert "planted-3" not in page.source + (sweep / "sweep.csv").read_text()
     assert (page.texts.count("Hacked"), page.texts.count("Ok")) == (1, 0), "once for all jobs"
