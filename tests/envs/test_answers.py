@@ -66,6 +66,8 @@ def test_a_number_is_itself_in_every_spelling(number, form):
         ("it is \u22123", "-3", True),
         ("-$5", "-5", True),
         ("it costs \u20ac5", "$5", False),
+        ("$5$", "\u20ac5", True),
+        ("it costs \u20ac5.00", "\u20ac5", True),
         ("1/0", "1", False),
         ("x + 1", "x+1", True),
         ("x + 1", "x+2", False),
