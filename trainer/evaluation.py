@@ -155,13 +155,9 @@ class Evaluate:
         if self.forgetting is not None:
             scores["eval/kl_forward"] = self.forgetting(self, kind, on_progress)
         for rows, other in self.beside.items():
-            more, _ = other(
-                iteration,
-                kind=kind,
-                on_progress=lambda fraction, label=f"evaluating {other.about}, {rows} rows": (
-                    on_progress(fraction, label)
-                ),
-            )
+            about = f"evaluating {other.about}, {rows} rows"
+            options = {"on_progress": lambda part, label=about: on_progress(part, label)}
+            more, _ = other(iteration, kind=kind, **options)
             scores |= {name_beside(name, rows): value for name, value in more.items()}
         return scores, records
 
