@@ -25,7 +25,7 @@ from policies.models.find import no_model
 from policies.optional_packages import EXTRAS, package_of
 from trainer.kl.controllers import CONTROLLERS
 from trainer.kl.estimators import check_place, find_estimator
-from trainer.runs.run_files import PREFIX
+from trainer.runs.run_files import PREFIX, flatten
 from trainer.stopping import read_rule
 from trainer.surrogates import SURROGATES
 
@@ -305,12 +305,8 @@ def _packages_and_models(cfg: Config) -> Iterator[str]:
     for package in packages:
         if package and find_spec(package) is None:
             yield EXTRAS[package]
-    teacher = cfg["teacher"]["reference"]
-    several = teacher if isinstance(teacher, dict) else {}
-    models = {f"teacher.reference.{name}": model for name, model in several.items()}
-    models |= {"teacher.reference": None if several else teacher}
-    models |= {"kl.reference": cfg["kl"]["reference"]}
-    for key, name in {"policy.model": policy["model"], **models}.items():
+    models = flatten({f"{name}.reference": cfg[name]["reference"] for name in ("kl", "teacher")})
+    for key, name in {"policy.model": policy["model"], **dict(models)}.items():
         if name and not name.startswith(PREFIX) and (fault := no_model(name)):
             yield f"{key}: {fault}"
 

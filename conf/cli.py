@@ -176,7 +176,7 @@ def run(cfg: DictConfig) -> float:
             raise Interrupted(STOPPED)
         config = read_job(cfg, folder, job.overrides.task, in_sweep=in_sweep)
         if config["resume"]:
-            from trainer.runs.discover import nothing_left  # nor this
+            from trainer.runs.discover import nothing_left  # a run that begins does not need it
 
             if why := nothing_left(config):
                 say(f"{folder.name}: finished already" if in_sweep else why)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from policies import layout as layouts
@@ -367,3 +368,12 @@ def score_in_parts(
             done.append(part if isinstance(part, Tensor) else part.log_probs)
     order = torch.tensor([row for rows in parts for row in rows]).argsort()
     return torch.cat(done)[send(order, done[0].device)]
+
+
+def score_batch(
+    score: Callable[..., Scores | Tensor], batch: TensorDictBase, keep: Tensor, **options: Any
+) -> Tensor:
+    """Return `score_in_parts` of the sequences of a batch, at their temperatures."""
+    tokens, attention = batch.get(("tokens", "full")), batch.get(("masks", "all_attention_mask"))
+    options |= {"group_id": batch.get("group_id", None), "temperature": batch.get("temperature")}
+    return score_in_parts(score, tokens, attention, keep, **options)

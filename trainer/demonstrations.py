@@ -16,7 +16,7 @@ from policies.chats.renderer import Rendered
 from policies.load import load_reference
 from policies.padding import pad, pad_mask
 from policies.protocols import Policy
-from policies.scorer import score_in_parts
+from policies.scorer import score_batch
 from trainer.runtime import Runtime
 from trainer.sources import pick_rows
 
@@ -141,12 +141,5 @@ class ReferenceLogProbs:
     @torch.no_grad()
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the log-probs to the batch."""
-        ref = score_in_parts(
-            self.scorer,
-            batch.get(("tokens", "full")),
-            batch.get(("masks", "all_attention_mask")),
-            batch.get("loss_mask"),
-            limit=self.limit,
-            temperature=batch.get("temperature"),
-        )
+        ref = score_batch(self.scorer, batch, batch.get("loss_mask"), limit=self.limit)
         return batch.set(("ref_log_probs", "full"), ref)

@@ -20,7 +20,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from envs.chat_env import ChatEnv
 from envs.rows import is_listed
-from envs.tasks.task import Response, Task
+from envs.tasks.task import Response, Task, Unrewarded
 from policies.protocols import Generator
 from policies.random import fold
 from trainer.collect import collect
@@ -75,12 +75,14 @@ class Evaluate:
         self.forgetting: Any = None
         self.beside: dict[str, Evaluate] = {}  # evaluations of other rows
         if forward_kl:
-            from trainer.kl.forgetting import Forgetting, read_prompts
+            from trainer.kl.forgetting import Forgetting
 
             options = {"samples": forward_kl, "temperature": temperature or 1.0}
             self.forgetting = Forgetting(retrieve_kl, **options)
             if retain is not None:
-                prompts = read_prompts(retain)
+                from envs.tasks.dataset import Prompts
+
+                prompts = Unrewarded(Prompts(retain, eval_dataset=retain))
                 rows = _draw(prompts, prompts.rows("train"), max_rows)
                 self.beside["retain"] = self.of_rows(rows, prompts)
         if train_rows:
@@ -153,13 +155,9 @@ class Evaluate:
         if self.forgetting is not None:
             scores["eval/kl_forward"] = self.forgetting(self, kind, on_progress)
         for rows, other in self.beside.items():
-            more, _ = other(
-                iteration,
-                kind=kind,
-                on_progress=lambda fraction, label=f"evaluating {other.about}, {rows} rows": (
-                    on_progress(fraction, label)
-                ),
-            )
+            about = f"evaluating {other.about}, {rows} rows"
+            options = {"on_progress": lambda part, label=about: on_progress(part, label)}
+            more, _ = other(iteration, kind=kind, **options)
             scores |= {name_beside(name, rows): value for name, value in more.items()}
         return scores, records
 

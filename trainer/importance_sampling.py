@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from policies.protocols import Policy
-from policies.scorer import score_in_parts
+from policies.scorer import score_batch
 from trainer.batch import batch_keys
 from trainer.surrogates import MAX_LOG_RATIO
 
@@ -85,15 +85,7 @@ class ImportanceSampling:
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Add the trainer's log-probs and the weights to the batch."""
         sampled = batch.get(("masks", "all_response_mask"))
-        old = score_in_parts(
-            self.scorer,
-            batch.get(("tokens", "full")),
-            batch.get(("masks", "all_attention_mask")),
-            sampled,
-            limit=self.tokens,
-            temperature=batch.get("temperature"),
-            group_id=batch.get("group_id", None),
-        )
+        old = score_batch(self.scorer, batch, sampled, limit=self.tokens)
         gap = old - batch.get(("log_probs", "full"))
         weight, limited = correction(gap, sampled, **self.options)
         batch.set(("old_log_probs", "full"), old)

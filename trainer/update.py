@@ -194,14 +194,13 @@ class Update:
 
     def _micro_batches(self, batch: TensorDictBase) -> dict[str, list[list[int]]]:
         """Return row lists within the token bound, of the rows of each reference."""
-        out = {}
+        out, every = {}, torch.ones(len(batch), dtype=torch.bool)  # [B]
         for name in self.references:
-            every = torch.ones(len(batch), dtype=torch.bool)  # [B]
-            mine = (batch.get(("teachers", name)) if name else every).nonzero().squeeze(-1)
+            mine = (batch.get(("teachers", name)) if name else every).nonzero().squeeze(-1)  # [b]
             part = batch[mine]
-            attention, ids = part.get(("masks", "all_attention_mask")), part.get("group_id", None)
-            limit, padded = self.micro_batch_tokens, not self.packing
-            lists = pack_rows(attention, limit, group_id=ids, padded=padded)
+            options = {"group_id": part.get("group_id", None), "padded": not self.packing}
+            attention = part.get(("masks", "all_attention_mask"))
+            lists = pack_rows(attention, self.micro_batch_tokens, **options)
             out[name] = [mine[each].tolist() for each in lists]
         return out
 
@@ -248,8 +247,7 @@ class Update:
 
     def _scores(self, batch: TensorDictBase, plan: MicroBatch, **options: Any) -> Scores:
         """Return the scores of a micro-batch."""
-        known = plan.keys.select(*PLANNED, strict=False)
-        where = {key: OnHost(known.get(key)) for key in PLANNED if key in known}
+        where = {key: OnHost(plan.keys.get(key)) for key in PLANNED if key in plan.keys}
         return self.scorer(
             where["tokens", "full"],
             where["masks", "all_attention_mask"],

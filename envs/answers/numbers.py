@@ -1,4 +1,4 @@
-"""Read the last number of a text as an exact fraction; $ % , and units are ignored."""
+"""Read the last number of a text as an exact fraction; $ € £ % , and units are ignored."""
 
 import re
 from fractions import Fraction
@@ -9,6 +9,7 @@ NUMBER = re.compile(
     r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?!\d)"
     rf"{EXPONENT}(?:/0{{0,9}}[1-9]\d{{0,20}})?|(?<![\w.])-?\.\d{{1,40}}(?!\d){EXPONENT}"
 )
+BARE = str.maketrans("\u2212", "-", "\\$\u20ac\u00a3")
 LARGEST = 999  # largest exponent, because 1e999999999 would fill the memory
 
 
@@ -32,5 +33,5 @@ def exactly(number: str) -> Fraction | None:
 
 
 def bare(text: str) -> str:
-    """Return a text without $ and backslashes, and with an ASCII minus."""
-    return text.replace("\u2212", "-").replace("\\", "").replace("$", "")
+    """Return a text without currency signs and backslashes, and with an ASCII minus."""
+    return text.translate(BARE)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conf.build import make_task
 from conf.compose import compose_checked
-from envs.answers.comparison import holds_words, plain, same_answer, same_mathematics
+from envs.answers.comparison import holds_words, plain, same_answer, same_currency, same_mathematics
 from envs.answers.extraction import extract_answer, marked_answer, tagged
 from envs.answers.numbers import last_number
 from envs.tasks import Answers, MathProblems, MathWords, Response
@@ -38,12 +38,15 @@ def test_an_answer_stands_outside_of_thoughts(text, found):
     assert tagged(text) == found
 
 
-@pytest.mark.parametrize("piece", ["<answer>", "<think>", "</think><think>", "<answer><", "9"])
+@pytest.mark.parametrize(
+    "piece", ["<answer>", "<think>", "</think><think>", "<answer><", "9", "$a"]
+)
 def test_endless_responses_cost_little(piece, tmp_path):
     text, start = piece * 20_000, time.monotonic()
     tagged(text)
     marked_answer(text)
     assert not same_answer(text, "18")
+    same_currency(text, "\u20ac5")
     path = rows(tmp_path / "d.jsonl", "yes " * 50)
     for match in ("exact", "words", "normalised", "fuzzy"):
         task = Answers(path, eval_dataset=path, match=match)
@@ -66,6 +69,8 @@ def test_a_number_is_itself_in_every_spelling(number, form):
         ("it is \u22123", "-3", True),
         ("-$5", "-5", True),
         ("it costs \u20ac5", "$5", False),
+        ("$5$", "\u20ac5", True),
+        ("it costs \u20ac5.00", "\u20ac5", True),
         ("1/0", "1", False),
         ("x + 1", "x+1", True),
         ("x + 1", "x+2", False),

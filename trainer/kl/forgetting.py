@@ -9,14 +9,12 @@ mean of log reference - log policy without its noise: it is never negative, and 
 What a policy forgets follows this KL (RL's Razor, arXiv 2509.04259).
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from envs.tasks.dataset import Prompts
 from envs.tasks.task import Unrewarded
 from policies.padding import pad, pad_mask, unpad
 from trainer.kl.reference import Reference
@@ -68,11 +66,3 @@ class Forgetting:
         out = TensorDict({"tokens": {"full": pad(ids)}, "masks": masks}, [len(ids)])
         out.set("temperature", torch.full((len(ids),), self.temperature))
         return out.set("group_id", torch.tensor(groups))
-
-
-def read_prompts(dataset: str | Sequence[str]) -> Unrewarded:
-    """Return the task of the prompts of a data set, as env.dataset: hub id, folder or files.
-
-    ValueError for a data set that cannot be read.
-    """
-    return Unrewarded(Prompts(dataset, eval_dataset=dataset))

@@ -13,7 +13,7 @@ from policies.load import weights_of
 from policies.padding import predicted
 from policies.protocols import Policy
 from policies.sampler import NO_FILTERS
-from policies.scorer import LOCAL, Scorer, score_in_parts
+from policies.scorer import LOCAL, Scorer, score_batch, score_in_parts
 from trainer.batch import LEASHES, RESPONSE
 
 MAX_BYTES = 2**28  # largest ref_states; peak memory is up to three times this
@@ -109,17 +109,9 @@ class Reference:
 
         Nats, 0 outside the response. All ranks must call it.
         """
-        return score_in_parts(
-            self.policy.scorer.divergence,
-            batch.get(("tokens", "full")),
-            batch.get(("masks", "all_attention_mask")),
-            batch.get(RESPONSE),
-            limit=self.retrieve.ref_model.micro_batch_tokens,
-            group_id=batch.get("group_id"),
-            temperature=batch.get("temperature"),
-            reference=self.scorer,
-            mixture=0.0,
-        )
+        options = {"limit": self.retrieve.ref_model.micro_batch_tokens, "mixture": 0.0}
+        options |= {"reference": self.scorer}
+        return score_batch(self.policy.scorer.divergence, batch, batch.get(RESPONSE), **options)
 
     def sampler(self) -> Policy:
         """Return the reference as a generator, of responses that end where the policy's end."""

@@ -239,7 +239,7 @@ def _start_ranks(
     """Start one process per rank, with the environment variables of torchrun."""
     env = {k: v for k, v in os.environ.items() if k not in RANK and "TORCHELASTIC" not in k}
     env |= {"OMP_NUM_THREADS": str(threads), "LEASH_PARENT": str(os.getpid())}
-    env = allocator() | env  # a LD_PRELOAD of the user stays, with the settings beside it
+    env = allocator() | env
     if "OMP_WAIT_POLICY" not in env:
         env.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads yield to other programs soon
     if ranks > 1:
@@ -255,16 +255,20 @@ def _start_ranks(
 def allocator() -> dict[str, str]:
     """Return variables for a process whose freed memory is reused, without new page faults.
 
-    mimalloc of PyPI's cmeel-mimalloc, else tcmalloc of the system or of conda, else glibc.
+    The user's LD_PRELOAD, else mimalloc of PyPI's cmeel-mimalloc, else tcmalloc of the system or of
+    conda, else glibc.
     """
     system = "/usr/local/lib", "/usr/lib64", f"/usr/lib/{platform.machine()}-linux-gnu"
     mimalloc = (Path(at, "cmeel.prefix/lib/libmimalloc.so") for at in sys.path)
     folders, kinds = (f"{sys.base_prefix}/lib", *system), ("_minimal", "")
     tcmalloc = (Path(at, f"libtcmalloc{kind}.so.4") for at in folders for kind in kinds)
-    file = next((str(file) for file in (*mimalloc, *tcmalloc) if file.exists()), "")
-    if "mimalloc" in file:  # free pages stay for 10 s: longer than from use to use in an iteration
+    found = next((str(file) for file in (*mimalloc, *tcmalloc) if file.exists()), "")
+    file = os.environ.get("LD_PRELOAD", found)
+    if (
+        "libmimalloc" in file
+    ):  # free pages stay for 10 s: longer than from use to use in an iteration
         settings = {"MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ALLOW_LARGE_OS_PAGES": "1"}
-    elif file:
+    elif "libtcmalloc" in file:
         settings = {"TCMALLOC_RELEASE_RATE": "0"}  # free pages stay
     else:
         settings = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # huge pages: fewer page faults

@@ -62,6 +62,13 @@ def test_a_row_has_the_scores_of_its_teacher_alone(names):
     rows_are_scored_by_their_teachers(*names)
 
 
+def test_names_may_be_numbers_in_the_configuration_and_in_the_rows():
+    teachers, batch = make()
+    choose(batch, [name for name in (1, 2) for _ in range(2 * G)])
+    got = Teachers({1: teachers["math"], 2: teachers["code"]}, "domain")(batch)  # pyright: ignore[reportArgumentType]
+    assert got["teachers", "2"].tolist() == [False] * (2 * G) + [True] * (2 * G)
+
+
 @pytest.mark.parametrize(("objective", "estimator"), [
     (DistilObjective, "full"), (DistilObjective, "k3_ratio"),
     (GRPOObjective, "jsd"), (GRPOObjective, "k3_ratio"),

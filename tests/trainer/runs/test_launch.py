@@ -342,6 +342,7 @@ def test_a_signal_stops_a_run_in_this_process_too(tmp_path, monkeypatch, number,
 
 
 def test_the_allocator_is_mimalloc_of_pypi_else_tcmalloc_of_the_python(tmp_path, monkeypatch):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
     file = tmp_path / "lib" / "libtcmalloc.so.4"
     file.parent.mkdir()
@@ -352,3 +353,5 @@ def test_the_allocator_is_mimalloc_of_pypi_else_tcmalloc_of_the_python(tmp_path,
     mimalloc.parent.mkdir(parents=True)
     mimalloc.touch()
     assert allocator()["LD_PRELOAD"] == str(mimalloc)
+    monkeypatch.setenv("LD_PRELOAD", str(file))  # the user's, with the settings for it
+    assert allocator() == {"LD_PRELOAD": str(file), "TCMALLOC_RELEASE_RATE": "0"}
