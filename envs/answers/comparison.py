@@ -23,7 +23,8 @@ SAME = str.maketrans(
 )
 POWERS = ("<super>", "<sub>", "<fraction>")  # NFKC would write 5\u00b2 as 52
 TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
-CURRENCY = "[$\u20ac\u00a3]"  # $ also opens a formula
+CURRENCY = "[$\u20ac\u00a3\u00a5\u20b9]"
+FORMULA = re.compile(r"\$([^$]+)\$(?!\d)")  # $5$, not $5 or $6
 IGNORED = re.compile(rf"\\(?:left|right)(?![a-zA-Z])|\\[!,;:()\[\]]|\\?{CURRENCY}")
 LETTERS = re.compile(r"\\?[^\W\d_]+")
 # **5**, "5", `5`; not the star of 2*3 and the prime of x', which follow a letter or digit.
@@ -72,7 +73,8 @@ def same_text(answer: str, right: str) -> bool:
 
 def same_currency(answer: str, right: str) -> bool:
     """Return whether two texts share a currency sign, or one of them has none."""
-    ours, theirs = set(re.findall(CURRENCY, answer)), set(re.findall(CURRENCY, right))
+    texts = (FORMULA.sub(r"\1", text) for text in (answer, right))
+    ours, theirs = (set(re.findall(CURRENCY, text)) for text in texts)
     return not ours or not theirs or bool(ours & theirs)
 
 

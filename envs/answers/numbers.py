@@ -33,4 +33,5 @@ def exactly(number: str) -> Fraction | None:
 
 def bare(text: str) -> str:
     """Return a text without $ and backslashes, and with an ASCII minus."""
-    return text.replace("\u2212", "-").replace("\\", "").replace("$", "")
+    text = re.sub(r"(?<=[A-Za-z])\$(?=\d)", " ", text.replace("\\", ""))  # US$5
+    return text.replace("\u2212", "-").replace("$", "")

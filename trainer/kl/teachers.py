@@ -33,7 +33,8 @@ class Teachers:
     def __init__(
         self, teachers: Mapping[str, Reference], column: str, rows: Sequence[dict[str, Any]] = ()
     ) -> None:
-        self.teachers, self.column = dict(teachers), column
+        self.teachers = {str(name): each for name, each in teachers.items()}  # YAML has numbers
+        self.column = column
         for row in rows if is_listed(rows) else islice(rows, 1):
             self._name(row)
 
