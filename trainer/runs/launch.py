@@ -7,6 +7,7 @@ its status.json has an iteration.
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -261,7 +262,8 @@ def allocator() -> dict[str, str]:
     mimalloc = (Path(at, "cmeel.prefix/lib/libmimalloc.so") for at in sys.path)
     folders, kinds = (f"{sys.base_prefix}/lib", *system), ("_minimal", "")
     tcmalloc = (Path(at, f"libtcmalloc{kind}.so.4") for at in folders for kind in kinds)
-    file = next((str(file) for file in (*mimalloc, *tcmalloc) if file.exists()), "")
+    files = [str(file) for file in (*mimalloc, *tcmalloc) if file.exists()]
+    file = next((file for file in files if not re.search("[ :]", file)), "")  # they end a name
     if "mimalloc" in file:  # free pages stay for 10 s: longer than from use to use in an iteration
         settings = {"MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ALLOW_LARGE_OS_PAGES": "1"}
     elif file:
