@@ -157,7 +157,8 @@ def _evaluations(cfg: Config) -> Iterator[str]:
     if held_out["forward_kl"] and not (frozen and (kl["measure"] or cfg["mode"] == "evaluate")):
         also = "kl.measure=true, no kl.refresh_every or kl.hint"
         yield f"eval.forward_kl={held_out['forward_kl']} needs one reference ({also}); leave it out"
-    yield from _retain(held_out)
+    if cfg["mode"] in ("train", "evaluate"):  # the files may be gone in the others
+        yield from _retain(held_out)
 
 
 def _retain(held_out: Config) -> Iterator[str]:
@@ -169,7 +170,9 @@ def _retain(held_out: Config) -> Iterator[str]:
     elif all(map(is_file, [data] if isinstance(data, str) else data)):
         prompts = partial(find_target("envs.tasks.Prompts"), data, eval_dataset=data)
         if fault := first_fault(prompts, "eval.retain", rows=None, rewards=False):
-            yield fault
+            if "env.columns" in fault:  # which does not name those of eval.retain
+                fault = f"{fault.partition('; ')[0]}; rename the column of the prompts to prompt"
+            yield fault.replace("env.dataset", "eval.retain")
 
 
 def _leash(cfg: Config) -> Iterator[str]:

@@ -26,8 +26,9 @@ def read_job(
     if in_sweep and cfg.output_dir:
         place = f"hydra.sweep.dir={cfg.output_dir}"
         raise ValueError(f"output_dir={cfg.output_dir} is for one run; a sweep goes to {place}")
-    auto = cfg.resume == "auto"
-    if auto and not cfg.output_dir:
+    if in_sweep and cfg.resume == "auto":
+        raise ValueError("resume=auto is for one run; the same sweep again resumes its jobs")
+    if cfg.resume == "auto" and not cfg.output_dir:
         raise ValueError(f"{AUTO} needs output_dir=<folder>, where a start finds its run")
     if cfg.resume or in_sweep:
         from conf import resume  # a run that begins has nothing to read

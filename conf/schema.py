@@ -66,7 +66,8 @@ RANGES: dict[str, Callable[[Any], bool]] = {
         isinstance(x, str) or (isinstance(x, list) and all(isinstance(each, str) for each in x))
     ),
     "to be a text, or texts by name": lambda x: (
-        isinstance(x, str) or (bool(x) and all(isinstance(each, str) for each in x.values()))
+        isinstance(x, str)
+        or (isinstance(x, dict) and bool(x) and all(isinstance(each, str) for each in x.values()))
     ),
     "to be all or a whole number": lambda x: bool(re.fullmatch(r"all|\d+", x)),
     "to be http://<host>:<port>": lambda x: bool(re.fullmatch(r"https?://\S+", x)),

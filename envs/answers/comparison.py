@@ -23,7 +23,7 @@ SAME = str.maketrans(
 )
 POWERS = ("<super>", "<sub>", "<fraction>")  # NFKC would write 5\u00b2 as 52
 TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
-CURRENCY = "[$\u20ac\u00a3]"
+CURRENCY = "[$\u20ac\u00a3\u00a5\u20b9]"
 # The text between the $ of a formula, by pandoc's rule: $x$ is one, "$5 or $6" is not.
 FORMULA = re.compile(r"(?<![\\$])\$\$?(?=[^\s$])((?:\\.|[^$\\]){1,200})(?<=\S)\$\$?(?!\d)")
 IGNORED = re.compile(rf"\\(?:left|right)(?![a-zA-Z])|\\[!,;:()\[\]]|\\?{CURRENCY}")

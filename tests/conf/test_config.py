@@ -141,6 +141,7 @@ FAULTS = [  # words, and the key that the line names
     (["teacher.reference={a:tiny,b:tiny}"], r"teacher\.column"),
     (["teacher.reference={a:tiny,b:./nowhere}", "teacher.column=x"], r"teacher\.reference\.b"),
     (["teacher.reference={}", "teacher.column=x"], r"teacher\.reference"),
+    (["teacher.reference=[tiny]", "teacher.column=x"], r"teacher\.reference"),
     (["kl.jsd_weight=1"], r"kl\.jsd_weight"),
     (["launch.offload=true"], r"launch\.offload"),
     (["launch=fsdp2", "launch.num_processes=2", "trainer.overlap=1"], r"trainer\.overlap"),
@@ -153,6 +154,7 @@ FAULTS = [  # words, and the key that the line names
     (["experiment=sft_tiny", "eval.forward_kl=1"], r"eval\.forward_kl.*kl\.measure"),
     (["eval.retain=torn.jsonl"], r"eval\.forward_kl=1"),
     (["eval.forward_kl=1", "eval.retain=torn.jsonl"], r"eval\.retain.*torn.jsonl, line 2"),
+    (["eval.forward_kl=1", "eval.retain=nowhere.jsonl"], r"set eval\.retain="),
     (["checkpoint.keep_best=true", "checkpoint.every=1"], r"checkpoint\.keep_best"),
     (["policy.model=./nowhere"], r"policy\.model"),
     (["env.transforms.kl._target_=envs.transforms.RetrieveKL"], r"env\.transforms\.kl\._target_"),
@@ -284,6 +286,7 @@ def test_resume_of_a_finished_run_has_nothing_left_unless_more_is_asked_for(old_
     "word",
     [
         "kl.coeff=0,-1",
+        "resume=auto",
         "+env.task.api_key=planted-1,planted-2",
         "policy.system_prompt='${oc.env:MY_PAT}',b",
     ],

@@ -236,7 +236,8 @@ def test_every_entry_of_a_batch_is_in_the_table_with_its_shape_and_dtype(made) -
                 continue
             assert value.shape in [shapes[s] for s in shape.split(" or ")], path
             assert dtype in ("any", str(value.dtype).removeprefix("torch.")), path
-    assert set(KEYS) - seen == {"weight", "later_kl"}, "the update adds these alone"
+    of_updates = {"weight", "later_kl"}
+    assert set(KEYS) - seen == of_updates | {("teachers", "<name>")}, "rollouts add the others"
 
 
 def test_the_parts_of_a_reward_still_add_up_after_the_verbs(made):

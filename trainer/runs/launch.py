@@ -7,6 +7,7 @@ its status.json has an iteration.
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -262,11 +263,10 @@ def allocator() -> dict[str, str]:
     mimalloc = (Path(at, "cmeel.prefix/lib/libmimalloc.so") for at in sys.path)
     folders, kinds = (f"{sys.base_prefix}/lib", *system), ("_minimal", "")
     tcmalloc = (Path(at, f"libtcmalloc{kind}.so.4") for at in folders for kind in kinds)
-    found = next((str(file) for file in (*mimalloc, *tcmalloc) if file.exists()), "")
+    files = [str(file) for file in (*mimalloc, *tcmalloc) if file.exists()]
+    found = next((file for file in files if not re.search("[ :]", file)), "")  # they end a name
     file = os.environ.get("LD_PRELOAD", found)
-    if (
-        "libmimalloc" in file
-    ):  # free pages stay for 10 s: longer than from use to use in an iteration
+    if "libmimalloc" in file:  # free pages stay for 10 s: longer than from use to use
         settings = {"MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ALLOW_LARGE_OS_PAGES": "1"}
     elif "libtcmalloc" in file:
         settings = {"TCMALLOC_RELEASE_RATE": "0"}  # free pages stay

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -24,7 +25,9 @@ def about_machine(device: torch.device, ranks: int) -> dict[str, str | int]:
         name = f"{device.type} ({platform.machine()}, {cpus} cores, {torch.get_num_threads()} used)"
     out: dict[str, str | int] = {"device": name, "ranks": ranks}
     out |= {"python": platform.python_version(), "system": platform.platform(terse=True)}
-    out["allocator"] = Path(os.environ.get("LD_PRELOAD") or "glibc").name
+    maps = Path("/proc/self/maps")  # LD_PRELOAD may name other libraries, or files that are gone
+    found = re.search(r"lib\w+malloc\S*", maps.read_text() if maps.exists() else "")
+    out["allocator"] = found.group() if found else "glibc"
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             out[package] = version(package)

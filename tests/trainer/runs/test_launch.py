@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -353,5 +354,8 @@ def test_the_allocator_is_mimalloc_of_pypi_else_tcmalloc_of_the_python(tmp_path,
     mimalloc.parent.mkdir(parents=True)
     mimalloc.touch()
     assert allocator()["LD_PRELOAD"] == str(mimalloc)
+    shutil.copytree(tmp_path, tmp_path / "a b")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "a b")])
+    assert allocator()["LD_PRELOAD"] == str(file), "LD_PRELOAD has no form for a blank"
     monkeypatch.setenv("LD_PRELOAD", str(file))  # the user's, with the settings for it
     assert allocator() == {"LD_PRELOAD": str(file), "TCMALLOC_RELEASE_RATE": "0"}
