@@ -158,3 +158,5 @@ def test_a_run_with_an_adapter_and_its_resume_and_evaluation_measure_the_same(tm
     done = train(f"resume={cut}", "trainer.num_iterations=3")
     assert "eval.retain" in done.text
     assert done.code != 0
+    path.unlink()
+    do(tmp_path / "scratch", "mode=export", f"resume={cut}", f"output_dir={tmp_path}/model")

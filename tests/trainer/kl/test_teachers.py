@@ -97,6 +97,7 @@ def test_a_row_that_names_no_teacher_ends_the_run_with_the_names():
     teachers, batch = make()
     rows = batch["row"].tolist()
     Teachers(teachers, "domain", rows)
+    Teachers({1: teachers["math"]}, "domain", [{"columns": {"domain": 1}}])
     rows[-1] = {**rows[-1], "columns": {"domain": "law"}, "index": 15}
     for build in (
         lambda: Teachers(teachers, "domain", rows),
