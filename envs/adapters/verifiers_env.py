@@ -65,7 +65,7 @@ class Verifiers(Episodes):
         train, held_out = self.env.build_dataset(), self.env.build_eval_dataset()
         places: Sequence[Any] = range(len(train)), range(len(held_out or ()))
         if held_out is None:
-            held_out, prompts = train, (json.dumps(prompt) for prompt in train["prompt"])
+            held_out, prompts = train, [json.dumps(prompt) for prompt in train["prompt"]]
             places = split_off(prompts, seed=seed)
         sources = {"train": (train, places[0]), "eval": (held_out, places[1])}
         self._rows = {
