@@ -96,7 +96,7 @@ def damage(tree: dict[str, Any], node: dict[str, Any], path: str = "") -> Iterat
 def job_config(cfg: DictConfig, folder: Path, words: Sequence[str]) -> dict[str, Any]:
     """Return the checked configuration of a run or of a job of a sweep that may resume.
 
-    ValueError for fewer iterations than the run has.
+    Raise ValueError if it has fewer iterations than the run that it resumes.
     """
     if cfg.resume == "auto":
         place, key = Path(cfg.output_dir).expanduser(), "output_dir"

@@ -105,8 +105,8 @@ class Update:
         if getattr(objective, "leash", None) not in (None, leash):
             raise ValueError("expected one Leash, got two: give the objective's Leash to Update")
         self.leash, self.in_reward = leash, set[str]()
-        by_name = reference if isinstance(reference, dict) else {"": reference}
-        self.references = by_name if leash.exact_leash else {"": None}
+        by_name = reference if isinstance(reference, dict) else {None: reference}
+        self.references = by_name if leash.exact_leash else {None: None}
         self.entropy = EntropyBonus(entropy_coeff, target=entropy_target)
         self.router_coeff, self.target_kl, self.packing = router_coeff, target_kl, packing
         if router_coeff:
@@ -192,11 +192,13 @@ class Update:
             plan.append(Minibatch(tokens, torch.tensor(order, dtype=torch.int64), plans))
         return plan
 
-    def _micro_batches(self, batch: TensorDictBase) -> dict[str, list[list[int]]]:
-        """Return row lists within the token bound, of the rows of each reference."""
+    def _micro_batches(self, batch: TensorDictBase) -> dict[str | None, list[list[int]]]:
+        """Return row lists within the token bound by reference; None: one for all rows."""
         out, every = {}, torch.ones(len(batch), dtype=torch.bool)  # [B]
         for name in self.references:
-            mine = (batch.get(("teachers", name)) if name else every).nonzero().squeeze(-1)  # [b]
+            mine = (
+                (every if name is None else batch.get(("teachers", name))).nonzero().squeeze(-1)
+            )  # [b]
             part = batch[mine]
             options = {"group_id": part.get("group_id", None), "padded": not self.packing}
             attention = part.get(("masks", "all_attention_mask"))
