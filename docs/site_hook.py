@@ -1,7 +1,8 @@
-"""What `make docs` adds to mkdocs: links to files outside of docs/, public names, doctests.
+"""What `make docs` adds to mkdocs: links out of docs/, public names, doctests, a check of figures.
 
 A link that works on GitHub works on the site: a file of the repository that a page links to gets a
-page there, a text file as a block of code.
+page there, a text file as a block of code. The build fails on a table of measured numbers without a
+commit and a command.
 """
 
 import posixpath
@@ -9,9 +10,13 @@ import re
 from pathlib import Path
 
 import griffe
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
+NUMBER = re.compile(r"[-+±]?\d[\d.,]*( ?±.*| ?%|,.*)?")  # a cell that begins with a number
+COMMIT = re.compile(r"\b(?=[a-f]*\d)[0-9a-f]{7,8}\b")
+COMMAND = re.compile(r"\b(python|make) [-\w]")
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 
 
@@ -50,9 +55,29 @@ def on_files(files, config):
     return files
 
 
+def measured(section: str) -> bool:
+    """Return whether a section has a table with two rows or more of mostly numbers."""
+    rows = [line.strip("|").split("|")[1:] for line in section.splitlines() if line[:1] == "|"]
+    numbers = [[NUMBER.fullmatch(cell.strip()) for cell in cells] for cells in rows]
+    return sum(2 * sum(map(bool, cells)) > len(cells) for cells in numbers) > 1
+
+
+def check_figures(markdown: str, uri: str) -> None:
+    """Fail on measured numbers without a source in their section or the page's introduction."""
+    introduction, *sections = re.split(r"^(?=## )", markdown, flags=re.M)
+    for section in [introduction, *sections]:
+        text = introduction + section
+        if measured(section) and not (COMMIT.search(text) and COMMAND.search(text)):
+            raise PluginError(
+                f"{at_home(uri)}, {section.splitlines()[0]!r}: expected the commit and the command"
+                " of the table's numbers; add both (`python ...` at 1a2b3c4d)"
+            )
+
+
 def on_page_markdown(markdown, page, **_):
-    """Let links lead to these pages."""
+    """Let links lead to these pages; check the figures of a page of ours."""
     uri = page.file.src_uri
+    check_figures(markdown, uri)
     if "." in uri.removesuffix(".md"):  # a file of code
         page.meta["search"] = {"exclude": True}
     elif uri in ("kl.md", "configuration.md"):
