@@ -3,7 +3,7 @@
     python -m benchmarks.distil --peer .venv-trl/bin/python
 
 For each seed leash trains experiment=distil_tiny, then TRL with the settings and prompts of that
-run, never concurrently. Prints the table of docs/distillation.md.
+run, never concurrently. Prints the figures of docs/distillation.md.
 """
 
 import argparse
