@@ -57,6 +57,7 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
     config["tracker"], config["trainer"]["overlap"] = QUIET_TRACKER, 0
     config["eval"] |= {"frontier": 0, "train_rows": 0}
     if mode != "evaluate":
+        config["kl"]["hint"] = None  # chat has no rows
         config["eval"] |= {"forward_kl": 0, "retain": None}
     config["launch"] |= {"strategy": "ddp", "offload": False, "shards": None}
     if mode not in ("evaluate", "frontier"):
@@ -78,6 +79,8 @@ def _of_run(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
         instead["env"] = compose_checked(["env=sort_digits"])["env"]
     elif not cfg.output_dir:
         instead["output_dir"] = str(folder)
+    if "eval.forward_kl=0" in words:
+        words = [*words, "eval.retain"]  # takes its value of `cfg`: null, unless it is typed
     config = resumed(str(folder), cfg, words, may=ALLOWED_OVERRIDES.get(mode, ()), **instead)
     if mode != "frontier":
         if not has_weights(folder):

@@ -80,9 +80,9 @@ class Evaluate:
             options = {"samples": forward_kl, "temperature": temperature or 1.0}
             self.forgetting = Forgetting(retrieve_kl, **options)
             if retain is not None:
-                from envs.tasks.dataset import Prompts
+                from envs.tasks.dataset import prompts_to_retain
 
-                prompts = Unrewarded(Prompts(retain, eval_dataset=retain))
+                prompts = Unrewarded(prompts_to_retain(retain))
                 rows = _draw(prompts, prompts.rows("train"), max_rows)
                 self.beside["retain"] = self.of_rows(rows, prompts)
         if train_rows:

@@ -64,7 +64,7 @@ def first_fault(
             return f"{name} rewards nothing, {why}, or set eval.num_samples=0 eval.greedy=false"
     except Exception as error:  # a task is user code
         text = in_one_line(error)
-        return text if text.startswith("env.") else f"{name}: {text}"
+        return text if text.startswith(("env.", "eval.", "teacher.")) else f"{name}: {text}"
     return None
 
 

@@ -266,7 +266,8 @@ def results(sweep: Sweep) -> list[str]:
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows if sweep.jobs]
     if winner := best(sweep.jobs):
         lines.append(f"best     {winner.name} ({winner.numbers()})")
-        lines.append(f"again    {repeat_command(winner.finished[0].run)}")
+        again = repeat_command(winner.finished[0].run)
+        lines += [f"again    {again}"] if again else []
     if sweep.unfinished:
         left = f"{sweep.left} not begun; " if sweep.left else ""
         lines.append(f"{left}continue with: {sweep.command}")
