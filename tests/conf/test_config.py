@@ -153,7 +153,7 @@ FAULTS = [  # words, and the key that the line names
     (["trainer.patience=2", "eval.every=0"], r"trainer\.patience"),
     (["eval.frontier=8", "kl.refresh_every=1"], r"eval\.frontier"),
     (["eval.forward_kl=1", "kl.refresh_every=1"], r"eval\.forward_kl"),
-    (["experiment=sft_tiny", "eval.forward_kl=1"], r"eval\.forward_kl.*kl\.measure=true kl\.estimator=full"),
+    (["experiment=sft_tiny", "eval.forward_kl=1"], r"eval\.forward_kl.*kl\.estimator=full"),
     (["eval.retain=torn.jsonl"], r"eval\.forward_kl=1"),
     (["eval.forward_kl=1", "eval.retain=torn.jsonl"], r"eval\.retain.*torn.jsonl, line 2"),
     (["eval.forward_kl=1", "eval.retain=nowhere.jsonl"], r"set eval\.retain="),

@@ -1,8 +1,7 @@
 """The cells of a row that choose its teacher or fill a hint. Torch-free."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import Any
 
 from envs.data import cell_of
 from envs.rows import Row, is_listed
