@@ -18,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf
 import policies
 import trainer
 from envs.tasks.task import rewards_anything
-from trainer.kl.cells import check_cells
 from trainer.kl.controllers import CONTROLLERS, KLControllerBase
 from trainer.kl.estimators import find_estimator
 
@@ -103,7 +102,7 @@ def make_task(env: Section, *, needs_reward: bool = True, cells: Section | None 
     """
     task = build({"_convert_": "all", **env["task"]}, **data_arguments(env))
     if cells and (cells["hints"] or cells["column"]):
-        check_cells(task.rows("train"), **cells)
+        find_target("trainer.kl.cells.check_cells")(task.rows("train"), **cells)
     bare = not env["rewards"] and env["task_weight"] == 1
     if bare and (needs_reward or rewards_anything(task)):
         return task
