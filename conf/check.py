@@ -19,7 +19,7 @@ from conf.build import (
     make_controller,
     make_task,
 )
-from envs.rewards.validate import first_fault, in_one_line
+from envs.rewards.validate import check_task, in_one_line
 from envs.rows import is_file
 from envs.transforms import is_kl_transform
 from policies.models.find import no_model
@@ -171,9 +171,7 @@ def _retain(held_out: Config) -> Iterator[str]:
     if not held_out["forward_kl"]:
         yield f"eval.retain={data} is for eval.forward_kl, got 0; set eval.forward_kl=1"
     elif all(map(is_file, [data] if isinstance(data, str) else data)):
-        prompts = partial(find_target("envs.tasks.dataset.prompts_to_retain"), data)
-        if fault := first_fault(prompts, "eval.retain", rows=None, rewards=False):
-            yield fault
+        find_target("envs.tasks.dataset.prompts_to_retain")(data)  # raises a fault
 
 
 def _leash(cfg: Config) -> Iterator[str]:
@@ -372,8 +370,6 @@ def _data_sets(node: Mapping[str, Any]) -> Iterator[str]:
 def try_task(made_of: str, rows: str, rewards: bool) -> None:
     """Build a task, read the rows of algorithm.rows; raise ValueError with the first fault."""
     node, cells = json.loads(made_of)
-    name = node["task"]["_target_"]
     method = None if rows == "prompts" else rows  # the task's method that returns the rows
-    fault = first_fault(lambda: make_task(node, cells=cells), name, rows=method, rewards=rewards)
-    if fault:
-        raise ValueError(fault)
+    make, name = partial(make_task, node, cells=cells), node["task"]["_target_"]
+    check_task(make, name, rows=method, rewards=rewards)
