@@ -147,9 +147,9 @@ def has_teacher(config: Section) -> bool:
 def cells_of(config: Section) -> Section:
     """Return what references read of each row, the arguments of `check_cells`."""
     hints, teacher = [config[name]["hint"] for name in ("kl", "teacher")], config["teacher"]
-    teachers = teacher["reference"] if teacher["column"] is not None else ()
-    hints = [hint for hint in hints if hint is not None]
-    return {"hints": hints, "column": teacher["column"], "teachers": [*map(str, teachers)]}
+    models = teacher["reference"] if isinstance(teacher["reference"], Mapping) else {}
+    hints, column = [each for each in hints if each], teacher["column"] if models else None
+    return {"hints": hints, "column": column, "teachers": [*map(str, models)]}
 
 
 def controller_arguments(kl: Section) -> tuple[Callable[..., Any], list[str]]:
