@@ -30,7 +30,8 @@ setup: .venv/.ready  ## make .venv, install leash and the embedded model
 $(BIN)/uv:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leash needs Python 3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt uv
+	@$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt uv \
+	|| { echo "asked for uv: $(or $(INDEX),PyPI)" | sed 's,//.*@,//,'; exit 1; }
 
 .venv/.ready: pyproject.toml constraints.txt | $(BIN)/uv
 	@$(call with_torch,.venv,-c constraints.txt -e .)

@@ -10,6 +10,7 @@ from typing import Any
 
 from conf import schema
 from conf.build import (
+    cells_of,
     controller_arguments,
     data_arguments,
     facts_of,
@@ -18,7 +19,7 @@ from conf.build import (
     make_controller,
     make_task,
 )
-from envs.rewards.validate import first_fault, in_one_line
+from envs.rewards.validate import check_task, in_one_line
 from envs.rows import is_file
 from envs.transforms import is_kl_transform
 from policies.models.find import no_model
@@ -145,17 +146,19 @@ def _evaluations(cfg: Config) -> Iterator[str]:
         name, _ = read_rule(rule)
         if name.startswith("eval/") and not held_out["every"]:
             yield f"trainer.stop_at={name} needs evaluations, got eval.every=0; set eval.every=5"
+    sft = cfg["algorithm"]["rows"] == "demonstrations"  # see `_anchor`
+    measured = f"kl.measure=true{' kl.estimator=full' if sft else ''}"
     frontier = held_out["frontier"]
     samples = held_out["num_samples"] and held_out["temperature"] == 1
     of_start = kl["reference"] is None and kl["reference_temperature"] == 1 and kl["hint"] is None
     one_reference = kl["measure"] and not kl["refresh_every"] and of_start
     if frontier and not (frontier > 1 and samples and one_reference):
         text = "sampled responses (eval.num_samples >= 1, eval.temperature=1) and one reference"
-        also = "kl.measure=true, no kl.refresh_every, reference, reference_temperature or hint"
+        also = f"{measured}, no kl.refresh_every, reference, reference_temperature or hint"
         yield f"eval.frontier={frontier} needs >= 2 {text} ({also}); leave it out"
     frozen = not kl["refresh_every"] and kl["hint"] is None
     if held_out["forward_kl"] and not (frozen and (kl["measure"] or cfg["mode"] == "evaluate")):
-        also = "kl.measure=true, no kl.refresh_every or kl.hint"
+        also = f"{measured}, no kl.refresh_every or kl.hint"
         yield f"eval.forward_kl={held_out['forward_kl']} needs one reference ({also}); leave it out"
     if cfg["mode"] in ("train", "evaluate"):  # the files may be gone in the others
         yield from _retain(held_out)
@@ -168,11 +171,7 @@ def _retain(held_out: Config) -> Iterator[str]:
     if not held_out["forward_kl"]:
         yield f"eval.retain={data} is for eval.forward_kl, got 0; set eval.forward_kl=1"
     elif all(map(is_file, [data] if isinstance(data, str) else data)):
-        prompts = partial(find_target("envs.tasks.Prompts"), data, eval_dataset=data)
-        if fault := first_fault(prompts, "eval.retain", rows=None, rewards=False):
-            if "env.columns" in fault:  # which does not name those of eval.retain
-                fault = f"{fault.partition('; ')[0]}; rename the column of the prompts to prompt"
-            yield fault.replace("env.dataset", "eval.retain")
+        find_target("envs.tasks.dataset.prompts_to_retain")(data)  # raises a fault
 
 
 def _leash(cfg: Config) -> Iterator[str]:
@@ -354,7 +353,8 @@ def _task(cfg: Config) -> Iterator[str]:
         rows, held_out = cfg["algorithm"]["rows"], cfg["eval"]
         judged = rows == "prompts" or held_out["num_samples"] or held_out["greedy"]
         judged = judged and cfg["algorithm"]["needs_reward"]
-        try_task(json.dumps(env), rows, bool(judged))
+        cells = cells_of(cfg) if cfg["mode"] == "train" else None  # others have other rows
+        try_task(json.dumps([env, cells]), rows, bool(judged))
 
 
 def _data_sets(node: Mapping[str, Any]) -> Iterator[str]:
@@ -367,11 +367,9 @@ def _data_sets(node: Mapping[str, Any]) -> Iterator[str]:
 
 
 @lru_cache(maxsize=8)  # for the jobs of a sweep; errors are not cached
-def try_task(env: str, rows: str, rewards: bool) -> None:
+def try_task(made_of: str, rows: str, rewards: bool) -> None:
     """Build a task, read the rows of algorithm.rows; raise ValueError with the first fault."""
-    node = json.loads(env)
-    name = node["task"]["_target_"]
+    node, cells = json.loads(made_of)
     method = None if rows == "prompts" else rows  # the task's method that returns the rows
-    fault = first_fault(lambda: make_task(node), name, rows=method, rewards=rewards)
-    if fault:
-        raise ValueError(fault)
+    make, name = partial(make_task, node, cells=cells), node["task"]["_target_"]
+    check_task(make, name, rows=method, rewards=rewards)

@@ -45,8 +45,10 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"mode={mode} is about a trained run; give resume=<run folder>")
     if mode == "export" and (not cfg.output_dir or Path(cfg.output_dir).expanduser().exists()):
         raise ValueError("mode=export writes a new folder; give output_dir=<folder>, not there yet")
+    trained = read_saved(Path(cfg.resume)) if cfg.resume else cfg
+    if trained["policy"]["_target_"] == "policies.load_reward_model":
+        raise ValueError(f"mode={mode} is for models that write responses, got a reward model")
     config = _of_run(cfg, words) if cfg.resume else checked(cfg)
-    _refuse_reward_model(config, mode)
     if mode == "evaluate" and not config["output_dir"]:
         config["output_dir"] = unique_folder("outputs/evaluate")
     # Drop the parts that only training needs; chat and evaluate need a reference.
@@ -57,6 +59,7 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
     config["tracker"], config["trainer"]["overlap"] = QUIET_TRACKER, 0
     config["eval"] |= {"frontier": 0, "train_rows": 0}
     if mode != "evaluate":
+        config["kl"]["hint"] = None  # chat has no rows
         config["eval"] |= {"forward_kl": 0, "retain": None}
     config["launch"] |= {"strategy": "ddp", "offload": False, "shards": None}
     if mode not in ("evaluate", "frontier"):
@@ -65,19 +68,15 @@ def configure(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
     return config
 
 
-def _refuse_reward_model(config: dict[str, Any], mode: str) -> None:
-    if config["policy"]["_target_"] == "policies.load_reward_model":
-        raise ValueError(f"mode={mode} is for models that write responses, got a reward model")
-
-
 def _of_run(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
     """Return the configuration of a mode on the weights of a run."""
     folder, mode, instead = Path(cfg.resume), cfg.mode, {"output_dir": cfg.output_dir}
-    _refuse_reward_model(read_saved(folder), mode)  # its task has no rows for chat
     if mode in ("chat", "export"):  # they use no rows, so the data may be missing
         instead["env"] = compose_checked(["env=sort_digits"])["env"]
     elif not cfg.output_dir:
         instead["output_dir"] = str(folder)
+    if "eval.forward_kl=0" in words:
+        words = [*words, "eval.retain"]  # takes its value of `cfg`: null, unless it is typed
     config = resumed(str(folder), cfg, words, may=ALLOWED_OVERRIDES.get(mode, ()), **instead)
     if mode != "frontier":
         if not has_weights(folder):

@@ -111,7 +111,8 @@ def load_chats(
         held_out = [name for name in sets if not is_file(name)]
     rows, keys = read(sets, split)
     if held_out:
-        return {"train": rows, "eval": read(held_out, eval_split or split)[0]}
+        key = "env.eval_dataset" if eval_dataset else "env.dataset"
+        return {"train": rows, "eval": read(held_out, eval_split or split, key=key)[0]}
     parts = split_off(keys, seed=seed)
     listed = isinstance(rows, list)
     splits = ([rows[i] for i in p] if listed else LazyRows(rows.__getitem__, p) for p in parts)
@@ -155,7 +156,7 @@ class _Reading:
 
 
 def _read(
-    sets: Sequence[str], split: str, *, reading: _Reading
+    sets: Sequence[str], split: str, *, reading: _Reading, key: str = "env.dataset"
 ) -> tuple[Sequence[Row], list[bytes]]:
     """Return the rows of data sets, and a key of each row's prompt, equal for equal prompts.
 
@@ -163,7 +164,7 @@ def _read(
     """
     origin, keys = Origin(), list[bytes]()
     parts: list[Sequence[Row]] = []
-    tables = [load_table(name, split=split) for name in sets]
+    tables = [load_table(name, split=split, key=key) for name in sets]
     _check_left_out(tables, reading.columns)
     for name, table in zip(sets, tables, strict=True):
         left = [column for column in table.columns if reading.columns.get(column, column)]

@@ -82,10 +82,10 @@ def cell_of(row: Row, column: str) -> Any:
     return cell_of(cell, key) if isinstance(cell, Mapping) else None
 
 
-def load_table(dataset: str, *, split: str = "train") -> Table:
+def load_table(dataset: str, *, split: str = "train", key: str = "env.dataset") -> Table:
     """Load a data set. `split` is a split of the hub or of a folder; a file is always loaded whole.
 
-    Raise ValueError if the data set is missing, unreadable or empty.
+    Raise ValueError, with its `key`, if the data set is missing, unreadable or empty.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "two.jsonl"
@@ -99,7 +99,7 @@ def load_table(dataset: str, *, split: str = "train") -> Table:
         reason = " ".join(str(error).split()) or "no data"
         raise ValueError(
             f"{dataset}: cannot be read: {reason:.300}; set "
-            f"env.dataset=<a file ({', '.join(KINDS)}), a folder or a hub id>"
+            f"{key}=<a file ({', '.join(KINDS)}), a folder or a hub id>"
         ) from None
     if not table.rows:
         raise ValueError(f"{dataset}: expected at least one row, got an empty data set")

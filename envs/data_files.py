@@ -73,7 +73,7 @@ def find_split(folder: Path, split: str) -> list[Path]:
         raise ValueError(
             f"{folder}: expected files of one kind, each with its split in the name, got "
             f"{wanted[0].name} and {', '.join(name.name for name in unread[:3])}; list what to "
-            f"read, with * for many files: env.dataset=[{several}]"
+            f"read, with * for many files: [{several}]"
         )
     return wanted
 

@@ -80,9 +80,9 @@ class Evaluate:
             options = {"samples": forward_kl, "temperature": temperature or 1.0}
             self.forgetting = Forgetting(retrieve_kl, **options)
             if retain is not None:
-                from envs.tasks.dataset import Prompts
+                from envs.tasks.dataset import prompts_to_retain
 
-                prompts = Unrewarded(Prompts(retain, eval_dataset=retain))
+                prompts = Unrewarded(prompts_to_retain(retain))
                 rows = _draw(prompts, prompts.rows("train"), max_rows)
                 self.beside["retain"] = self.of_rows(rows, prompts)
         if train_rows:
@@ -100,13 +100,23 @@ class Evaluate:
         other.efficiency, other.forgetting, other.beside = None, copy(self.forgetting), {}
         return other
 
-    def of_plan(self, name: str, samples: int, temperature: float) -> "Evaluate":
-        """Return the same evaluation by one plan alone, without other metrics."""
+    def sample_reference(
+        self,
+        samples: int,
+        on_batch: Callable[[str, TensorDictBase, list[int]], None],
+        on_progress: Callable[..., None] = lambda *_: None,
+        *,
+        temperature: float = 1.0,
+        kind: str = "eval",
+    ) -> None:
+        """Sample so many responses of the generator, which is the reference, to each row."""
         player = self.of_rows(self.rows)
-        player.forgetting, player.plans = None, [self.plan(name, samples, temperature)]
+        player.forgetting, player.plans = None, [self.plan("reference", samples, temperature)]
         size = self.prompts_per_batch * 8 // samples  # in responses as with eval.num_samples=8
         player.prompts_per_batch = max(1, size)
-        return player
+        label = f"sampling the reference: {len(self.rows)} prompts x {samples} samples"
+        options = {"on_progress": lambda part: on_progress(part, label), "on_batch": on_batch}
+        player(0, kind=kind, **options)
 
     def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
         """Return the name, an env of `samples` responses per row, a generator at `temperature`."""
@@ -145,7 +155,8 @@ class Evaluate:
         efficiency = self.efficiency
         if efficiency is not None:
             if kind == "before":
-                self._sample_reference(efficiency, on_progress)
+                responses = sample(self, efficiency.samples, on_progress)
+                efficiency.begin(responses, write=self.runtime.is_main)
             on_batch = efficiency.keep_scores(on_batch)
         with self.generator.sampling():
             scores, records = self._play(iteration, kind, on_progress, on_batch)
@@ -160,12 +171,6 @@ class Evaluate:
             more, _ = other(iteration, kind=kind, **options)
             scores |= {name_beside(name, rows): value for name, value in more.items()}
         return scores, records
-
-    def _sample_reference(self, efficiency: Any, on_progress: Callable[..., None]) -> None:
-        """Sample the untrained policy; calls `on_progress(fraction, label)`."""
-        label = f"sampling the reference: {len(self.rows)} prompts x {efficiency.samples} samples"
-        responses = sample(self, efficiency.samples, lambda fraction: on_progress(fraction, label))
-        efficiency.begin(responses, write=self.runtime.is_main)
 
     def _play(self, iteration: int, kind: str, progress: Any, on_batch: Any) -> tuple[dict, list]:
         """Play all plans; return metrics over all ranks, and a record of each row of this one."""
@@ -314,7 +319,7 @@ def _efficiency(samples: int, path: Path) -> Any:
 def sample(
     play: Evaluate,
     samples: int,
-    on_progress: Callable[[float], None] = lambda _: None,
+    on_progress: Callable[..., None] = lambda *_: None,
     *,
     temperature: float = 1.0,
 ) -> dict[str, Any]:
@@ -327,8 +332,7 @@ def sample(
     def on_batch(_: str, batch: TensorDictBase, rows: list[int]) -> None:
         scores.update(scores_by_row(batch, rows))
 
-    player = play.of_plan("frontier", samples, temperature)
-    player(0, on_progress=on_progress, on_batch=on_batch)
+    play.sample_reference(samples, on_batch, on_progress, temperature=temperature)
     rows = play.runtime.merge_rows(scores)
     reward = [[round(value, 6) for value in each["reward"]] for each in rows.values()]
     success = [each["success"] for each in rows.values()]

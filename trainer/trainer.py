@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 
@@ -42,6 +42,9 @@ from trainer.stopping import EarlyStopping, Stopped, sweep_metric
 from trainer.transcripts import transcripts
 from trainer.update import Update
 from trainer.weight_sync import SyncResult, push_weights, weight_sync
+
+if TYPE_CHECKING:
+    from trainer.kl.teachers import Teachers
 
 
 @dataclass
@@ -69,7 +72,7 @@ class Trainer:
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     inputs: dict[str, str] = field(default_factory=dict)  # sha256 of each configured file
     parts: dict[str, Any] = field(default_factory=dict)  # stateful parts, by configuration key
-    teacher: Any = field(default_factory=NoReference)  # a Reference or Teachers; never refreshed
+    teacher: "Reference | Teachers | NoReference" = field(default_factory=NoReference)
 
     def run(self, *, resume: bool = False) -> float:
         """Train to the last iteration; return the sweep metric."""

@@ -13,7 +13,7 @@ from difflib import SequenceMatcher
 from fractions import Fraction
 
 from envs.answers.extraction import final_answer
-from envs.answers.numbers import NUMBER, bare, exactly, last_number
+from envs.answers.numbers import GROUPED, NUMBER, bare, exactly, last_number
 from policies.optional_packages import EXTRAS
 
 # Characters that are written in several ways, and LaTeX without meaning.
@@ -24,6 +24,7 @@ SAME = str.maketrans(
 POWERS = ("<super>", "<sub>", "<fraction>")  # NFKC would write 5\u00b2 as 52
 TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
 CURRENCY = "[$\u20ac\u00a3\u00a5\u20b9]"
+MONEY = {"dollar": "$", "euro": "\u20ac", "yen": "\u00a5", "rupee": "\u20b9"}  # pound: a weight too
 # The text between the $ of a formula, by pandoc's rule: $x$ is one, "$5 or $6" is not.
 FORMULA = re.compile(r"(?<![\\$])\$\$?(?=[^\s$])((?:\\.|[^$\\]){1,200})(?<=\S)\$\$?(?!\d)")
 IGNORED = re.compile(rf"\\(?:left|right)(?![a-zA-Z])|\\[!,;:()\[\]]|\\?{CURRENCY}")
@@ -73,9 +74,16 @@ def same_text(answer: str, right: str) -> bool:
 
 
 def same_currency(answer: str, right: str) -> bool:
-    """Return whether two texts share a currency sign, or one of them has none."""
-    ours, theirs = (set(re.findall(CURRENCY, FORMULA.sub(r"\1", x))) for x in (answer, right))
+    """Return whether two texts share a currency, or one of them names none."""
+    ours, theirs = map(_currencies, (answer, right))
     return not ours or not theirs or bool(ours & theirs)
+
+
+def _currencies(text: str) -> set[str]:
+    """Return the currency signs of a text, also those of words behind a number: 5 euros."""
+    text = FORMULA.sub(r"\1", text)
+    words = re.findall(r"(?i)\d\s*(dollar|euro|yen|rupee)s?\b", text)
+    return {*re.findall(CURRENCY, text), *(MONEY[word.lower()] for word in words)}
 
 
 def similarity(answer: str, right: str) -> float:
@@ -118,8 +126,8 @@ def holds_words(answer: str, right: str) -> bool:
 def same_answer(answer: str, right: str) -> bool:
     """Return whether a final answer is the right one: the same number, else the same text.
 
-    >>> same_answer("so 18 dollars", "$18.0"), same_answer("Blue.", "blue")
-    (True, True)
+    >>> same_answer("so 18 dollars", "$18.0"), same_answer("18 euros", "$18")
+    (True, False)
     """
     number = last_number(right)
     rest = NUMBER.sub("", bare(right))
@@ -152,7 +160,7 @@ def _spell(text: str) -> str:
             c
             if unicodedata.decomposition(c).startswith(POWERS)
             else unicodedata.normalize("NFKC", c)
-            for c in text
+            for c in GROUPED.sub("", text)
         )
         text = unicodedata.normalize("NFC", text).translate(SAME)
     text = text.replace("{,}", ",")

@@ -42,10 +42,8 @@ def _only_tried(part: Any) -> Any:
     return part
 
 
-def first_fault(
-    make: Callable[[], Any], name: str, *, rows: str | None, rewards: bool
-) -> str | None:
-    """Build a task and read its rows; return the error in one line, or None.
+def check_task(make: Callable[[], Any], name: str, *, rows: str | None, rewards: bool) -> None:
+    """Build a task and read its rows; raise ValueError with the first fault, in one line.
 
     `rows`: the method that a source of demonstrations or preferences calls; `rewards`: whether the
     task must reward responses.
@@ -53,19 +51,19 @@ def first_fault(
     try:
         task = make()
         if not isinstance(task, Task):
-            return f"env.task._target_={name}: expected an envs.tasks.Task, got {type(task)}"
+            raise ValueError(f"expected an envs.tasks.Task, got {type(task)}")
         for split in ("train", "eval"):
             _check_rows(task.rows(split), f"{name}, rows({split!r})")
         if rows:
             _check_rows(getattr(task, rows, list)(), f"{name}, {rows}()")
         if rewards and not rewards_anything(task):
-            remedy = "override reward(row, response) or give env.rewards"
-            why = f"which GRPO, PPO and evaluations need; {remedy}"
-            return f"{name} rewards nothing, {why}, or set eval.num_samples=0 eval.greedy=false"
+            remedy = "override reward(row, response), give env.rewards, or set eval.num_samples=0"
+            why = "expected rewards, which GRPO, PPO and evaluations need, got none"
+            raise ValueError(f"{why}; {remedy} eval.greedy=false")
     except Exception as error:  # a task is user code
         text = in_one_line(error)
-        return text if text.startswith("env.") else f"{name}: {text}"
-    return None
+        named = text.startswith(("env.", "teacher."))
+        raise ValueError(text if named else f"{name}: {text}") from error
 
 
 def _check_rows(rows: Any, name: str) -> None:

@@ -1,6 +1,7 @@
 """Tasks with rows of a data set; a subclass adds the reward."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -123,6 +124,17 @@ class Prompts(DatasetTask):
     def demonstrations(self) -> Sequence[Row]:
         """Raise NotImplementedError: there are no responses to imitate."""
         raise NotImplementedError("Prompts has no responses to imitate; use env=chats for SFT")
+
+
+def prompts_to_retain(data: str | Sequence[str]) -> Prompts:
+    """Return the prompts of eval.retain; raise ValueError with this key."""
+    try:
+        return Prompts(data, eval_dataset=data)
+    except ValueError as error:
+        text = re.sub(r"env\.(eval_)?dataset", "eval.retain", str(error))
+        if "env.columns" in text:  # which does not name those of eval.retain
+            text = f"{text.partition('; ')[0]}; rename the column of the prompts to prompt"
+        raise ValueError(f"eval.retain: {text}") from error
 
 
 class Chats(DatasetTask):

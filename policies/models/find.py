@@ -228,7 +228,7 @@ def find_on_hub(model: str) -> ModelFiles:
     copy = embedded if model == EMBEDDED else ""
     raise ValueError(
         f"model {model} not found; looked for: a folder of that name{copy}, the hub cache "
-        f"{constants.HF_HUB_CACHE}, the hub ({reason}); give a folder with policy.model=/path/to/it"
+        f"{constants.HF_HUB_CACHE}, the hub ({reason}); give the path of its folder"
     )
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from envs.chat_rows import load_chats, split_off
 from envs.data import load_table
 from envs.tasks import MathWords
+from envs.tasks.dataset import prompts_to_retain
 
 ROWS = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(30)]
 KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -141,9 +142,9 @@ README = "---\nconfigs:\n- config_name: default\n  data_files: {}\n---\n"
         (
             ["a.jsonl", "b.csv"],
             "train",
-            r"a\.jsonl and b\.csv.*env\.dataset=\[.*a\.jsonl,.*b\.csv\]",
+            r"a\.jsonl and b\.csv.*: \[.*a\.jsonl,.*b\.csv\]",
         ),
-        (["train.jsonl", "extra.jsonl", "test.jsonl"], "train", r"extra\.jsonl.*env\.dataset=\["),
+        (["train.jsonl", "extra.jsonl", "test.jsonl"], "train", r"extra\.jsonl.*: \["),
         (["data.jsonl", "test_cases.jsonl"], "train", ["data.jsonl"]),
         (["data.jsonl", "test_cases.jsonl"], "test", ["test_cases.jsonl"]),
         (["train.jsonl", "test.jsonl"], "dev", "expected a split t.* or t.*, got 'dev'"),
@@ -258,6 +259,11 @@ def test_data_that_are_not_there_name_the_key(tmp_path, monkeypatch):
     for name in (None, str(tmp_path / "no.jsonl"), "no-one/no-data:main"):
         with pytest.raises(ValueError, match=r"env\.dataset="):
             load_chats(name)
+    missing, rows = str(tmp_path / "no.jsonl"), write(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(ValueError, match=r"set env\.eval_dataset="):
+        load_chats(rows, eval_dataset=missing)
+    with pytest.raises(ValueError, match=r"set eval\.retain="):
+        prompts_to_retain(missing)
 
 
 TRL = {"prompt": "1?", "completion": "1!", "chosen": "c"}

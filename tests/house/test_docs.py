@@ -70,7 +70,7 @@ def place(tmp_path, monkeypatch) -> Path:
     said = {"role": "assistant", "content": "a"}
     chats = [{"messages": [{"role": "user", "content": f"Say {i}."}, said]} for i in "abc"]
     pairs = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
-    alone = [{"prompt": row["question"]} for row in rows]
+    alone = [{"prompt": row["question"], "domain": "math"} for row in rows]
     texts = {"problems": rows, "my": rows, "chats": chats, "pairs": pairs, "prompts": alone}
     texts = {f"{name}.jsonl": "\n".join(map(json.dumps, each)) for name, each in texts.items()}
     config = compose_checked(["experiment=grpo_tiny", "policy.model=tiny"])

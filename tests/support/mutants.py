@@ -162,7 +162,7 @@ def with_the_tools(f):
 
 def at_the_evaluations(f):
     def plan(self, name, samples, temperature):
-        if name == "frontier":
+        if name == "reference":
             temperature = self.plans[0][2].temperature
         return f(self, name, samples, temperature)
 

@@ -54,10 +54,8 @@ class Forgetting:
 
         other = play.of_rows(play.rows, Unrewarded(play.task))
         other.generator = self.reference.sampler()
-        factor = self.reference.scorer.temperature_factor
-        player = other.of_plan("reference", self.samples, self.temperature * factor)
-        label = f"sampling the reference: {len(play.rows)} prompts x {self.samples} samples"
-        player(0, kind=kind, on_progress=lambda part: on_progress(part, label), on_batch=keep)
+        options = {"temperature": self.temperature * self.reference.scorer.temperature_factor}
+        other.sample_reference(self.samples, keep, on_progress, kind=kind, **options)
         self.count = len(rows)
         nothing = torch.zeros(2, dtype=torch.int64)
         rows = rows or [(nothing, nothing.bool(), 0)]

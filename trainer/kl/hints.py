@@ -1,6 +1,5 @@
 """Prompts with a hint, for a reference that knows more than the policy (self-distillation)."""
 
-from itertools import islice
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from policies.padding import pad, pad_mask, unpad
 from policies.scorer import max_positions
 from trainer.batch import RESPONSE
+from trainer.kl.cells import hinted
 
 
 class Hint:
@@ -22,8 +22,6 @@ class Hint:
 
     def __init__(self, text: str, *, env: Any, policy: Any) -> None:
         self.text, self.env, self.policy = text, env, policy
-        for row in islice(env.task.rows("train"), 1):
-            self._hinted(row)  # raises now, not after sampling, if the row lacks a cell of the text
 
     def __call__(self, batch: TensorDictBase) -> TensorDict:
         """Return tokens, masks, temperature and group_id of the rows with a hint, [B, T]."""
@@ -49,23 +47,10 @@ class Hint:
         """Return the ids of each row's prompt; the rows of a group share one."""
         groups = batch.get("group_id").tolist()
         rows = dict(zip(groups, batch.get("row").tolist(), strict=True))
-        hinted = [NonTensorData(self._hinted(row)) for row in rows.values()]
-        td = TensorDict({"row": NonTensorStack(*hinted)}, [len(hinted)])
+        told = [NonTensorData(hinted(row, self.text)) for row in rows.values()]
+        td = TensorDict({"row": NonTensorStack(*told)}, [len(told)])
         td = self.env.with_group_size(1).reset(td)
         prompts = self.policy.prompt_ids(td)
         ids = unpad(prompts.tokens, prompts.attention)
         by_group = dict(zip(rows, ids, strict=True))
         return [by_group[group] for group in groups]
-
-    def _hinted(self, row: dict[str, Any]) -> dict[str, Any]:
-        cells = {**(row.get("columns") or {}), **row}  # "columns": the data set's other columns
-        try:
-            text = self.text.format(**cells)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            known = f"expected a hint of the cells {', '.join(cells)} of a row"
-            raise ValueError(f"{known}, got {self.text!r} ({error})") from error
-        messages = list(row["messages"])
-        users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        last = users[-1] if users else len(messages) - 1
-        messages[last] = {**messages[last], "content": f"{messages[last]['content']}\n{text}"}
-        return {**row, "messages": messages}

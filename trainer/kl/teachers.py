@@ -4,18 +4,16 @@ All are in memory. Every rank asks every teacher in the same order, with a row f
 so that forwards of sharded teachers agree.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import islice
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from tensordict import TensorDictBase
 
-from envs.data import cell_of
-from envs.rows import is_listed
+from envs.rows import Row
 from policies.host import send
 from policies.scorer import Scorer
 from trainer.batch import LEASHES, RESPONSE, batch_keys
+from trainer.kl.cells import teacher_of
 from trainer.kl.reference import Reference
 
 READS = batch_keys(("tokens", "full"), ("log_probs", "full"), "temperature", "group_id", RESPONSE)
@@ -27,16 +25,11 @@ class Teachers:
     """Add to each row of a batch the log-probs and the KL of the teacher that its `column` names.
 
     Writes the keys of a `Reference` named teacher, and teachers.<name> [B], the rows of each one.
-    Raise ValueError if one of `rows`, of those that are made on access the first, names no teacher.
     """
 
-    def __init__(
-        self, teachers: Mapping[str, Reference], column: str, rows: Sequence[dict[str, Any]] = ()
-    ) -> None:
+    def __init__(self, teachers: Mapping[str, Reference], column: str) -> None:
         self.teachers = {str(name): each for name, each in teachers.items()}  # YAML reads 1 as int
         self.column = column
-        for row in rows if is_listed(rows) else islice(rows, 1):
-            self._name(row)
 
     @property
     def scorer(self) -> dict[str, Scorer]:
@@ -64,12 +57,5 @@ class Teachers:
                 teacher.join()
         return batch.update(torch.cat(done)[send(torch.tensor(order).argsort(), device)])
 
-    def _name(self, row: Mapping[str, Any]) -> str:
-        """Return the name of a row's teacher."""
-        value = cell_of({**(row.get("columns") or {}), **row}, self.column)
-        if str(value) not in self.teachers:
-            place = f"row {row['index']}: " if "index" in row else ""
-            known = f"expected {self.column} to name a teacher, {' or '.join(self.teachers)}"
-            remedy = "correct the row, add the name to teacher.reference, or set teacher.column"
-            raise ValueError(f"{place}{known}, got {value!r:.80}; {remedy}")
-        return str(value)
+    def _name(self, row: Row) -> str:
+        return teacher_of(row, self.column, self.teachers)

@@ -7,6 +7,7 @@ differ only in the seed are one setting.
 
 import csv
 import io
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,7 @@ OBJECTIVE, REWARD, KL = "objective", "reward/raw_mean", "kl/ref_sequence"
 EFFICIENCY, DRIFT = "kl/efficiency", "kl/behaviour"
 SAME = ("policy", "env", "eval")  # sections that comparable jobs share
 SAME += ("kl.reference", "kl.reference_temperature", "kl.hint", "kl.refresh_every")
+FLOAT = re.compile(r"\d+\.\d{15,}")  # Hydra's range(0.1,0.5,0.1) gives 0.30000000000000004
 COLUMNS = {"objective": (OBJECTIVE, short), "reward": (REWARD, short), "KL": (KL, nats)}
 
 
@@ -125,9 +127,10 @@ class Sweep:
 
     @property
     def state(self) -> str:
-        """Return "running", "finished" or "stopped"; "" without a record."""
-        over = all(job.state in ("finished", "failed") for job in self.jobs) and not self.left
-        return {None: "", True: "running", False: "finished" if over else "stopped"}[self.live]
+        """Return "running", "finished", "failed" or "stopped"; "" without a record."""
+        ends = {job.state for job in self.jobs} or {"finished"}
+        over = "stopped" if self.left or ends - {"finished", "failed"} else min(ends)
+        return {None: "", True: "running", False: over}[self.live]
 
     @property
     def unfinished(self) -> bool:
@@ -196,6 +199,7 @@ def _job(run: Run, name: str) -> Job:
         "iterations_averaged": len(run.last_ten(KL) or run.last_ten("reward/mean")),
     }
     overrides = {key: value for key, value in run.overrides.items() if key not in PLACES}
+    overrides = {key: FLOAT.sub(lambda m: f"{float(m[0]):g}", v) for key, v in overrides.items()}
     return Job(name, run, redact(overrides), reached)
 
 
@@ -266,7 +270,8 @@ def results(sweep: Sweep) -> list[str]:
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows if sweep.jobs]
     if winner := best(sweep.jobs):
         lines.append(f"best     {winner.name} ({winner.numbers()})")
-        lines.append(f"again    {repeat_command(winner.finished[0].run)}")
+        again = repeat_command(winner.finished[0].run)
+        lines += [f"again    {again}"] if again else []
     if sweep.unfinished:
         left = f"{sweep.left} not begun; " if sweep.left else ""
         lines.append(f"{left}continue with: {sweep.command}")

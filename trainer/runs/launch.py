@@ -260,7 +260,7 @@ def allocator() -> dict[str, str]:
     conda, else glibc.
     """
     system = "/usr/local/lib", "/usr/lib64", f"/usr/lib/{platform.machine()}-linux-gnu"
-    mimalloc = (Path(at, "cmeel.prefix/lib/libmimalloc.so") for at in sys.path)
+    mimalloc = (Path(at, "cmeel.prefix/lib/libmimalloc.so") for at in sys.path if at)
     folders, kinds = (f"{sys.base_prefix}/lib", *system), ("_minimal", "")
     tcmalloc = (Path(at, f"libtcmalloc{kind}.so.4") for at in folders for kind in kinds)
     files = [str(file) for file in (*mimalloc, *tcmalloc) if file.exists()]

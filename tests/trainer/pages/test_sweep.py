@@ -83,7 +83,9 @@ def test_the_best_setting_is_not_that_of_the_luckiest_seed(tmp_path):
     assert (found.name, found.mean("objective")) == ("kl.coeff=1", pytest.approx(0.55))
     tied = best([job("a", kl=2.0, objective=1.0), job("b", kl=1.0, objective=1.0)])
     assert tied.name == "b", "at equal objectives that with the lower KL"
-    printed = results(Sweep(tmp_path, jobs, live=False, command="the command"))
+    ended = Sweep(tmp_path, jobs, live=False, command="the command")
+    assert ended.state == "failed"
+    printed = results(ended)
     rows = [line.split()[:2] for line in printed[1:3]]
     assert rows == [["kl.coeff=0", "0.5"], ["kl.coeff=1", "0.55"]]
     assert "kl.coeff=1" in printed[3]
