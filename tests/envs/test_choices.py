@@ -93,6 +93,6 @@ def test_what_no_text_equals_is_refused_by_tasks_that_compare_texts(tmp_path, an
     "piece", ["B. A. ", "is A ", " (A", "*", "answer is ", "Answer:\n", "it's "]
 )
 def test_endless_choices_cost_little(tmp_path, piece):
-    task, start = task_of(tmp_path / "d.jsonl", Answers, "A", options=OPTIONS), time.monotonic()
+    task, start = task_of(tmp_path / "d.jsonl", Answers, "A", options=OPTIONS), time.process_time()
     assert earned(task, piece * 10_000 + "x") == 0
-    assert time.monotonic() - start < 3
+    assert time.process_time() - start < 3
