@@ -94,15 +94,13 @@ def _plain(value: Any) -> Any:
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def make_task(env: Section, *, needs_reward: bool = True, cells: Section | None = None) -> Any:
+def make_task(env: Section, *, needs_reward: bool = True) -> Any:
     """Build the task of a resolved `env`, with the keys of DATA that the task takes.
 
     With `rewards`, or a `task_weight` other than 1, the result is an `envs.rewards.Rewarded`, also
-    for a task without rewards that `needs_reward` allows. `cells`: of `cells_of`, to be checked.
+    for a task without rewards that `needs_reward` allows.
     """
     task = build({"_convert_": "all", **env["task"]}, **data_arguments(env))
-    if cells and (cells["hints"] or cells["column"]):
-        find_target("trainer.kl.cells.check_cells")(task.rows("train"), **cells)
     bare = not env["rewards"] and env["task_weight"] == 1
     if bare and (needs_reward or rewards_anything(task)):
         return task
@@ -145,11 +143,21 @@ def has_teacher(config: Section) -> bool:
 
 
 def cells_of(config: Section) -> Section:
-    """Return what references read of each row, the arguments of `check_cells`."""
-    hints, teacher = [config[name]["hint"] for name in ("kl", "teacher")], config["teacher"]
+    """Return what references read of each row, for `check_cells`."""
+    teacher = config["teacher"]
+    hints = {f"{name}.hint": config[name]["hint"] for name in ("kl", "teacher")}
     models = teacher["reference"] if isinstance(teacher["reference"], Mapping) else {}
-    hints, column = [each for each in hints if each], teacher["column"] if models else None
-    return {"hints": hints, "column": column, "teachers": [*map(str, models)]}
+    return {
+        "hints": {key: hint for key, hint in hints.items() if hint},
+        "column": teacher["column"] if models else None,
+        "teachers": [*map(str, models)],
+    }
+
+
+def check_cells(task: Any, cells: Section) -> None:
+    """Raise ValueError if rows of a task lack the cells of `cells_of`."""
+    if cells["hints"] or cells["column"]:
+        find_target("trainer.kl.cells.check_cells")(task.rows("train"), **cells)
 
 
 def controller_arguments(kl: Section) -> tuple[Callable[..., Any], list[str]]:
@@ -226,15 +234,17 @@ def make_reference(
         same |= {"micro_batch_tokens": micro_batch_tokens}
         models = dict.fromkeys(reference.values())  # two names may share one
         loaded = {m: make_reference(policy, env, reference=m, **same) for m in models}
-        each = {name: loaded[model] for name, model in reference.items()}
+        each = {label: loaded[model] for label, model in reference.items()}
         return find_target("trainer.kl.teachers.Teachers")(each, column)
     options = {"temperature_factor": reference_temperature, "moves": refresh_every > 0}
     options["micro_batch_tokens"] = micro_batch_tokens
     try:
         model = policies.load_reference(policy, reference, **options)
     except ValueError as error:
-        named = f"{'kl' if name == 'ref' else name}.reference={reference}: " if reference else ""
-        raise ValueError(f"{named}{error}") from error
+        if reference is None:
+            raise
+        section = "kl" if name == "ref" else name
+        raise ValueError(f"{section}.reference={reference}: {error}") from error
     if hint is not None:
         hint = find_target("trainer.kl.hints.Hint")(hint, env=env, policy=policy)
     options = {"every": refresh_every, "decay": refresh_decay}

@@ -11,6 +11,7 @@ from typing import Any
 from conf import schema
 from conf.build import (
     cells_of,
+    check_cells,
     controller_arguments,
     data_arguments,
     facts_of,
@@ -371,5 +372,7 @@ def try_task(made_of: str, rows: str, rewards: bool) -> None:
     """Build a task, read the rows of algorithm.rows; raise ValueError with the first fault."""
     node, cells = json.loads(made_of)
     method = None if rows == "prompts" else rows  # the task's method that returns the rows
-    make, name = partial(make_task, node, cells=cells), node["task"]["_target_"]
-    check_task(make, name, rows=method, rewards=rewards)
+    options = {"rows": method, "rewards": rewards}
+    if cells:
+        options["more"] = partial(check_cells, cells=cells)
+    check_task(partial(make_task, node), node["task"]["_target_"], **options)

@@ -130,7 +130,7 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return missing_file(error.missing_cfg_file, error.options or ())
     if isinstance(error, OverrideParseException):
-        return f"cannot read {error.override!r}; write name=value, as in 'a={{b: \"c d\"}}'"
+        return f"cannot read {error.override!r}; quote what it holds, as in 'name=\"a {{b}}, c\"'"
     if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", text):
         return f"{ambiguous[1]} is several values; add -m to sweep them"
     of_hydra = isinstance(error, HydraException)

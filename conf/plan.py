@@ -20,7 +20,6 @@ from conf.build import (
     arguments_of,
     arguments_of_node,
     build,
-    cells_of,
     data_arguments,
     find_target,
     has_teacher,
@@ -183,7 +182,6 @@ def _plan(config: Section) -> Plan:
     critic = algorithm.get("critic")
     size, turns = algorithm["group_size"] if samples else 1, env["max_turns"]
     of_task = data_arguments(env) | {key: env[key] for key in ("task", "rewards", "task_weight")}
-    needs_reward = algorithm["needs_reward"]
     tools = make_tools(env["tools"])
     nodes_of(keys, config["observers"])  # a fault ends the run now; rank 0 builds them later
     source = keys.give(algorithm["source"], "algorithm", "trainer", objects=("after_rollout",))
@@ -199,7 +197,7 @@ def _plan(config: Section) -> Plan:
         teacher = make_leash(keys, "teacher")
     parts = Plan(
         runtime=keys.give(RUNTIMES[config["launch"]["strategy"]], "policy", "launch"),
-        task=partial(make_task, of_task, needs_reward=needs_reward, cells=cells_of(config)),
+        task=partial(make_task, of_task, needs_reward=algorithm["needs_reward"]),
         policy=policy_part(keys),
         engine=keys.give(engine) if engine else None,
         critic=keys.give({"_target_": "policies.Critic", **critic}) if critic else None,

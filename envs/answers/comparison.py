@@ -13,7 +13,7 @@ from difflib import SequenceMatcher
 from fractions import Fraction
 
 from envs.answers.extraction import final_answer
-from envs.answers.numbers import GROUPED, NUMBER, bare, exactly, last_number
+from envs.answers.numbers import NUMBER, bare, exactly, last_number, ungroup
 from policies.optional_packages import EXTRAS
 
 # Characters that are written in several ways, and LaTeX without meaning.
@@ -160,7 +160,7 @@ def _spell(text: str) -> str:
             c
             if unicodedata.decomposition(c).startswith(POWERS)
             else unicodedata.normalize("NFKC", c)
-            for c in GROUPED.sub("", text)
+            for c in ungroup(text)
         )
         text = unicodedata.normalize("NFC", text).translate(SAME)
     text = text.replace("{,}", ",")

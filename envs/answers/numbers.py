@@ -9,7 +9,7 @@ NUMBER = re.compile(
     r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?!\d)"
     rf"{EXPONENT}(?:/0{{0,9}}[1-9]\d{{0,20}})?|(?<![\w.])-?\.\d{{1,40}}(?!\d){EXPONENT}"
 )
-GROUPED = re.compile(r"(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))")  # spaces inside a number
+GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:[\u00a0\u2009\u202f]\d{3})+(?!\d)")  # 12 345 678
 BARE = str.maketrans("\u2212", "-", "\\$\u20ac\u00a3\u00a5\u20b9")
 LARGEST = 999  # largest exponent, because 1e999999999 would fill the memory
 
@@ -33,7 +33,12 @@ def exactly(number: str) -> Fraction | None:
     return Fraction(over) / Fraction(under or 1)
 
 
+def ungroup(text: str) -> str:
+    """Return a text without the fixed and thin spaces inside numbers."""
+    return GROUPED.sub(lambda match: "".join(match[0].split()), text)
+
+
 def bare(text: str) -> str:
     """Return a text without currency signs and backslashes, and with an ASCII minus."""
-    text = re.sub(r"(?<=[A-Za-z])\$(?=\d)", " ", GROUPED.sub("", text).replace("\\", ""))  # US$5
+    text = re.sub(r"(?<=[A-Za-z])\$(?=\d)", " ", ungroup(text).replace("\\", ""))  # US$5
     return text.translate(BARE)

@@ -141,7 +141,7 @@ FAULTS = [  # words, and the key that the line names
     (["teacher.reference={a:tiny,b:tiny}"], r"teacher\.column"),
     (["teacher.reference={a:tiny,b:./nowhere}", "teacher.column=x"], r"teacher\.reference\.b"),
     (["env=reviews", "teacher.reference={a:tiny}", "teacher.column=x"], r"teacher\.column=x.*None"),
-    (["env=reviews", "teacher.hint='{x}'"], r"hint of the cells messages, subject.*\{x\}"),
+    (["env=reviews", "teacher.hint='{x}'"], r"teacher\.hint: .*messages, subject.*\{x\}"),
     (["teacher.reference={}", "teacher.column=x"], r"teacher\.reference"),
     (["teacher.reference=[tiny]", "teacher.column=x"], r"teacher\.reference"),
     (["kl.jsd_weight=1"], r"kl\.jsd_weight"),

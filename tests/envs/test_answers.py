@@ -74,6 +74,7 @@ def test_a_number_is_itself_in_every_spelling(number, form):
         ("it costs \u00a55", "$5", False),
         ("it costs 5 Euros", "$5", False),
         ("so 1\u202f000 in all", "1000", True),
+        ("in 2024\u00a0100 people", "100", True),
         ("it costs $6 or $5", "\u20ac5", False),
         ("it costs US$5", "5", True),
         ("1/0", "1", False),

@@ -1,19 +1,25 @@
 """The cells of a row that choose its teacher or fill a hint. Torch-free."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
 from envs.data import cell_of
-from envs.rows import Row, is_listed
+from envs.rows import Row
 
 
 def check_cells(
-    rows: Sequence[Row], hints: Sequence[str], column: str | None, teachers: Collection[str]
+    rows: Sequence[Row], hints: Mapping[str, str], column: str | None, teachers: Collection[str]
 ) -> None:
-    """Raise ValueError if one of `rows`, of those made on access the first, lacks such a cell."""
-    for row in rows if is_listed(rows) else islice(rows, 1):
-        for text in hints:
-            hinted(row, text)
+    """Raise ValueError if the first row lacks a cell of a hint, or a row a teacher in `column`.
+
+    `hints` by their keys. Of rows that are made on access (large files) only the first is read.
+    """
+    for key, text in hints.items():
+        try:
+            hinted(rows[0], text)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
+    for row in rows if isinstance(rows, list) else islice(rows, 1):
         if column is not None:
             teacher_of(row, column, teachers)
 

@@ -129,7 +129,9 @@ class Sweep:
     def state(self) -> str:
         """Return "running", "finished", "failed" or "stopped"; "" without a record."""
         ends = {job.state for job in self.jobs} or {"finished"}
-        over = "stopped" if self.left or ends - {"finished", "failed"} else min(ends)
+        over = (
+            "stopped" if self.left or ends - {"finished", "failed"} else min(ends)
+        )  # failed, or finished
         return {None: "", True: "running", False: over}[self.live]
 
     @property
@@ -199,7 +201,7 @@ def _job(run: Run, name: str) -> Job:
         "iterations_averaged": len(run.last_ten(KL) or run.last_ten("reward/mean")),
     }
     overrides = {key: value for key, value in run.overrides.items() if key not in PLACES}
-    overrides = {key: FLOAT.sub(lambda m: f"{float(m[0]):g}", v) for key, v in overrides.items()}
+    overrides = {key: FLOAT.sub(lambda m: f"{float(m[0]):.12g}", v) for key, v in overrides.items()}
     return Job(name, run, redact(overrides), reached)
 
 

@@ -130,7 +130,8 @@ class Rank:
         if self.leash.teacher is not None:
             teacher = settings["teacher"] | {"refresh_every": 0}
             named = teacher["reference"]
-            for i, model in enumerate([*named.values()] if isinstance(named, dict) else [named]):
+            models = dict.fromkeys(named.values()) if isinstance(named, dict) else [named]
+            for i, model in enumerate(models):
                 teacher["reference"] = model
                 each = make_reference(self.scorer, policy, teacher, **sharded)
                 self.references[f"teacher {i}" if i else "teacher"] = each
