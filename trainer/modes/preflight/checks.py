@@ -72,7 +72,8 @@ def check_rewards(batch: TensorDictBase, findings: Findings) -> None:
     if bool(idle.all()):
         findings.problem(
             f"all {len(idle)} groups earn one reward all over: nothing would be learnt; use "
-            "easier rows, a larger algorithm.group_size, or a warm-up by SFT",
+            "easier rows, a larger algorithm.group_size, a warm-up by SFT, or, if the answers are "
+            "sentences, a reward of your own (docs/own_task.md)",
             of_responses=True,
         )
 

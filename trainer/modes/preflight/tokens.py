@@ -41,7 +41,9 @@ def check_tokens(loop: Trainer, batch: TensorDictBase, findings: Findings) -> No
             "policy.chat_template=<a template that writes the response>"
         )
     elif ended:
-        findings.say(f"ok: {ended} of {len(batch)} rows end by a learnt {ends}, {empty} are empty")
+        cut = len(batch) - ended - empty
+        rows = f"{ended} of {len(batch)} rows end by a learnt {ends}"
+        findings.say(f"{rows}, {cut} are cut, {empty} are empty")
     else:
         findings.problem(
             "no row ends by an end of turn that is learnt; "
