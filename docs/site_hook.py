@@ -16,7 +16,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 NUMBER = re.compile(r"[-+±]?\d[\d.,]*( ?±.*| ?%|,.*)?")  # a cell that begins with a number
 COMMIT = re.compile(r"\b(?=[a-f]*\d)[0-9a-f]{7,8}\b")
-COMMAND = re.compile(r"`(python|make) |^(python|make) |/\w+\.py`", re.M)
+COMMAND = re.compile(r"(`|^)([A-Z]+=\S+ )?(python|make) |script `", re.M)
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 
 
