@@ -154,9 +154,9 @@ def cells_of(config: Section) -> Section:
     }
 
 
-def check_cells(task: Any, cells: Section) -> None:
-    """Raise ValueError if rows of a task lack the cells of `cells_of`."""
-    if cells["hints"] or cells["column"]:
+def check_cells(task: Any, cells: Section | None) -> None:
+    """Raise ValueError if rows of a task lack the cells of `cells_of`, if any."""
+    if cells and (cells["hints"] or cells["column"]):
         find_target("trainer.kl.cells.check_cells")(task.rows("train"), **cells)
 
 

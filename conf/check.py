@@ -372,7 +372,5 @@ def try_task(made_of: str, rows: str, rewards: bool) -> None:
     """Build a task, read the rows of algorithm.rows; raise ValueError with the first fault."""
     node, cells = json.loads(made_of)
     method = None if rows == "prompts" else rows  # the task's method that returns the rows
-    options = {"rows": method, "rewards": rewards}
-    if cells:
-        options["more"] = partial(check_cells, cells=cells)
+    options = {"rows": method, "rewards": rewards, "more": partial(check_cells, cells=cells)}
     check_task(partial(make_task, node), node["task"]["_target_"], **options)

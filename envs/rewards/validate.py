@@ -48,7 +48,7 @@ def check_task(
     *,
     rows: str | None,
     rewards: bool,
-    more: Callable[[Task], None] = lambda _: None,
+    more: Callable[[Task], None],
 ) -> None:
     """Build a task and read its rows; raise ValueError with the first fault, in one line.
 

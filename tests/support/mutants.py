@@ -246,7 +246,7 @@ BROKEN: dict[str, Callable[[Any], Any]] = {
     "a forward KL the other way": lambda f: (
         lambda self, *rows, **more: f(self, *rows, **more | {"mixture": 1.0})
     ),
-    "another row's teacher": lambda f: lambda self, row: next(iter(self.teachers)),
+    "another row's teacher": lambda f: lambda row, column, teachers: next(iter(teachers)),
     "log a / p of counts": lambda f: (
         lambda policy, reference: (
             policy.mean(1) * np.log(np.maximum(policy.mean(1), 0.01) / (reference.mean(1) + 0.01))
@@ -400,7 +400,7 @@ ROWS: list[tuple[str, Callable, str]] = [
     ("a frontier as eval samples", FRONTIER, "trainer.evaluation:Evaluate.plan"),
     ("forgetting where the policy writes", FORWARD, "trainer.kl.reference:Reference.sampler"),
     ("a forward KL the other way", FORWARD, "policies.scorer:Scorer.divergence"),
-    ("another row's teacher", CHOSEN, "trainer.kl.teachers:Teachers._name"),
+    ("another row's teacher", CHOSEN, "trainer.kl.teachers:teacher_of"),
     (
         "log a / p of counts",
         BIAS,

@@ -47,8 +47,8 @@ class Hint:
         """Return the ids of each row's prompt; the rows of a group share one."""
         groups = batch.get("group_id").tolist()
         rows = dict(zip(groups, batch.get("row").tolist(), strict=True))
-        told = [NonTensorData(hinted(row, self.text)) for row in rows.values()]
-        td = TensorDict({"row": NonTensorStack(*told)}, [len(told)])
+        with_hint = [NonTensorData(hinted(row, self.text)) for row in rows.values()]
+        td = TensorDict({"row": NonTensorStack(*with_hint)}, [len(with_hint)])
         td = self.env.with_group_size(1).reset(td)
         prompts = self.policy.prompt_ids(td)
         ids = unpad(prompts.tokens, prompts.attention)

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import torch
 from tensordict import TensorDictBase
 
-from envs.rows import Row
 from policies.host import send
 from policies.scorer import Scorer
 from trainer.batch import LEASHES, RESPONSE, batch_keys
@@ -44,7 +43,7 @@ class Teachers:
     @torch.no_grad()
     def __call__(self, batch: TensorDictBase, *, keep_states: bool = False) -> TensorDictBase:
         """Return the batch with the results; the states of several models are never kept."""
-        named = [self._name(row) for row in batch.get("row").tolist()]
+        named = [teacher_of(row, self.column, self.teachers) for row in batch.get("row").tolist()]
         device, order, done = batch.get("temperature").device, list[int](), []
         for name, teacher in self.teachers.items():
             mine = torch.tensor([each == name for each in named])  # [B]
@@ -56,6 +55,3 @@ class Teachers:
             else:
                 teacher.join()
         return batch.update(torch.cat(done)[send(torch.tensor(order).argsort(), device)])
-
-    def _name(self, row: Row) -> str:
-        return teacher_of(row, self.column, self.teachers)

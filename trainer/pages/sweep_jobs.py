@@ -129,9 +129,9 @@ class Sweep:
     def state(self) -> str:
         """Return "running", "finished", "failed" or "stopped"; "" without a record."""
         ends = {job.state for job in self.jobs} or {"finished"}
-        over = (
-            "stopped" if self.left or ends - {"finished", "failed"} else min(ends)
-        )  # failed, or finished
+        over = "failed" if "failed" in ends else "finished"
+        if self.left or ends - {"finished", "failed"}:
+            over = "stopped"
         return {None: "", True: "running", False: over}[self.live]
 
     @property
