@@ -136,5 +136,5 @@ def test_idle_groups_memory_and_a_full_disk_are_problems(tmp_path, capsys, monke
     for remedy in ("algorithm.group_size", "output_dir=", "trainer.micro_batch_tokens"):
         assert remedy in printed
     for name in ("generate", "score", "update", "evaluation", "gathering the model"):
-        assert re.search(rf"^  {name} +\d+ MiB +\d+ MiB$", printed, re.M), printed
+        assert re.search(rf"^  {name} +\S+ [MG]iB +\S+ [MG]iB$", printed, re.M), printed
     assert "the largest trainer.micro_batch_tokens that fits: 0\n" in printed
