@@ -266,7 +266,8 @@ def _anchor(cfg: Config) -> Iterator[str]:
     kl, why = cfg["kl"], "SFT has the states of demonstrations, and no samples of the policy"
     named = kl["estimator"]
     if isinstance(named, str) and find_estimator(named).needs != "vocabulary":
-        yield f"kl.estimator={named}: {why}; give kl.estimator=forward or full, or kl.measure=false"
+        remedy = "kl.estimator=forward (or full), or kl.coeff=0 kl.measure=false"
+        yield f"kl.estimator={named}: {why}; give {remedy}"
     if kl["where"] != "loss":
         yield f"expected kl.where=loss, got {kl['where']}: {why}"
     if kl["hint"] is not None or make_controller(kl, **facts_of(cfg)).follows_kl:

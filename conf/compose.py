@@ -130,6 +130,8 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return missing_file(error.missing_cfg_file, error.options or ())
     if isinstance(error, OverrideParseException):
+        if "=" not in error.override:  # spaces around it are another word each
+            return f"expected <key>=<value> without spaces, got {error.override!r}"
         return f"cannot read {error.override!r}; quote what it holds, as in 'name=\"a {{b}}, c\"'"
     if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", text):
         return f"{ambiguous[1]} is several values; add -m to sweep them"

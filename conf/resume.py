@@ -37,8 +37,8 @@ def resumed(
         if key.partition(".")[0] in ("resume", "mode", "hydra"):
             continue
         if not is_among(key, (*may, "allow_targets")):
-            only = f"only {', '.join(may)}; start a new run for it"
-            raise ValueError(f"{key} cannot change here, {only}")
+            new = "; start a new run for it" if cfg.mode == "train" else ""
+            raise ValueError(f"{key} cannot change here, only {', '.join(may)}{new}")
         value = OmegaConf.select(cfg, key)
         names = list(value) if OmegaConf.is_list(value) else value
         if cfg.mode == "train" and key in MOVABLE and not files_of(names):
