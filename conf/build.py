@@ -143,7 +143,7 @@ def has_teacher(config: Section) -> bool:
 
 
 def cells_of(config: Section) -> Section:
-    """Return what references read of each row, for `check_cells`."""
+    """Return what references read of each row, for `check_task_cells`."""
     teacher = config["teacher"]
     hints = {f"{name}.hint": config[name]["hint"] for name in ("kl", "teacher")}
     models = teacher["reference"] if isinstance(teacher["reference"], Mapping) else {}
@@ -154,7 +154,7 @@ def cells_of(config: Section) -> Section:
     }
 
 
-def check_cells(task: Any, cells: Section | None) -> None:
+def check_task_cells(task: Any, cells: Section | None) -> None:
     """Raise ValueError if rows of a task lack the cells of `cells_of`, if any."""
     if cells and (cells["hints"] or cells["column"]):
         find_target("trainer.kl.cells.check_cells")(task.rows("train"), **cells)

@@ -41,7 +41,7 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
 
         # ---- the task, the policy and the environment between them
         task = parts.task()
-        build.check_cells(task, build.cells_of(config))
+        build.check_task_cells(task, build.cells_of(config))
         try_reward(task)  # finds errors in the data and in the user's reward
         custom = build.custom_observers(cfg, runtime, observers)
         # By the device that trains, because FSDP2 loads the weights on the CPU first.
