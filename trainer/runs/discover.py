@@ -77,7 +77,8 @@ def nothing_left(config: Mapping[str, Any]) -> str | None:
     if same and (why := status.get("ended")):
         return f"{folder} is finished at iteration {done}: {why}"
     if done == total:
-        return f"{folder} is finished: {done} of {total} iterations"
+        more = "a larger trainer.num_iterations continues it"
+        return f"{folder} is finished: {done} of {total} iterations; {more}"
     if not any((folder / "checkpoints").glob("iteration_*")):
         text = f"{folder} is finished with {done} iterations and without a checkpoint"
         raise ValueError(f"{text}; start a new run with trainer.num_iterations={total}")
