@@ -195,8 +195,7 @@ def facts_of(config: Section) -> dict[str, int]:
 def make_leash(keys: Any, section: str, *, charges: bool = True, teacher: Any = None) -> Any:
     """Build the leash of `kl` or `teacher` from the keys of conf/plan.py; imports torch.
 
-    Without `charges` (the policy samples nothing, and no KL is measured) only its controller reads
-    keys.
+    Without `charges` (nothing is sampled and no KL is measured) only the controller reads keys.
     """
     kl, options = keys[section], {}
     controller = make_controller(kl, section, **facts_of(keys.config))
@@ -204,7 +203,7 @@ def make_leash(keys: Any, section: str, *, charges: bool = True, teacher: Any = 
         estimator = kl["estimator"]
         estimator = build(estimator) if isinstance(estimator, Mapping) else estimator
         options = {"estimator": estimator, "where": kl["where"], "allow_biased": kl["allow_biased"]}
-        if find_estimator(estimator).needs == "vocabulary":  # always in the loss
+        if find_estimator(estimator).needs == "vocabulary":  # never in the reward
             options["cap"] = kl["cap"]
         if estimator == "jsd":
             options["jsd_weight"] = kl["jsd_weight"]
@@ -227,7 +226,7 @@ def make_reference(
 ) -> Any:
     """Build a reference from keys of its section; its micro-batches are as long as the update's.
 
-    Several are `Teachers`, of which `column` chooses.
+    Several models give `Teachers`; `column` names the teacher of a row.
     """
     if isinstance(reference, Mapping):
         same = {"name": name, "reference_temperature": reference_temperature, "hint": hint}

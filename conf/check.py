@@ -81,7 +81,7 @@ def _undeclared(cfg: Config) -> Iterator[str]:
         if group in schema.OPEN and not all(name.startswith(PACKAGES) for name in targets):
             continue  # conf/plan.py refuses it unless an argument has its name
         for name in node.keys() - schema.declared()[schema.part_of(group, node)].keys():
-            from conf.unknown_names import nearest  # nobody else meets an unknown name
+            from conf.unknown_names import nearest  # only errors need it
 
             key = f"{group}.{name}"
             yield f"there is no key {key}{nearest(key, node[name])}"
@@ -161,7 +161,7 @@ def _evaluations(cfg: Config) -> Iterator[str]:
     if held_out["forward_kl"] and not (frozen and (kl["measure"] or cfg["mode"] == "evaluate")):
         also = f"{measured}, no kl.refresh_every or kl.hint"
         yield f"eval.forward_kl={held_out['forward_kl']} needs one reference ({also}); leave it out"
-    if cfg["mode"] in ("train", "evaluate"):  # the files may be gone in the others
+    if cfg["mode"] in ("train", "evaluate"):  # other modes do not need the files
         yield from _retain(held_out)
 
 
@@ -355,7 +355,7 @@ def _task(cfg: Config) -> Iterator[str]:
         rows, held_out = cfg["algorithm"]["rows"], cfg["eval"]
         judged = rows == "prompts" or held_out["num_samples"] or held_out["greedy"]
         judged = judged and cfg["algorithm"]["needs_reward"]
-        cells = cells_of(cfg) if cfg["mode"] == "train" else None  # others have other rows
+        cells = cells_of(cfg) if cfg["mode"] == "train" else None  # other modes have other rows
         try_task(json.dumps([env, cells]), rows, bool(judged))
 
 

@@ -60,7 +60,7 @@ def cli() -> int:
         say("stopped before it began; nothing new is saved")
         return 130
     finally:
-        if sweep := sys.modules.get("conf.sweep"):  # it began one
+        if sweep := sys.modules.get("conf.sweep"):  # this process began one
             sweep.end()
     return 0
 
@@ -109,8 +109,8 @@ def expand(words: list[str]) -> list[str]:
     """Expand the shorthands of a command line.
 
     env.task=<name> becomes env.task.name=<name>, and resume=last the newest run. With resume=, keys
-    that only some files declare are known (env.match of env=answers). A rank of torchrun adds the
-    number of ranks, and resume=auto if torchrun restarts it. Raise ValueError for a word that
+    that only some files declare are allowed (env.match of env=answers). A rank of torchrun adds the
+    number of ranks, and resume=auto if torchrun may restart it. Raise ValueError for a word that
     removes a group or a key of leash.
     """
     for word in words:
@@ -139,7 +139,7 @@ def expand(words: list[str]) -> list[str]:
         if sweeps:
             raise ValueError("a sweep starts its own ranks; type python train.py -m ...")
         words = [*words, f"launch.num_processes={ranks}"]
-    # Not by the count of restarts: torchrun does not count those for a node that came back.
+    # The count of restarts does not tell: torchrun omits restarts for a node that came back.
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
     if restarts and not any(re.match("(resume|mode|preflight)=", word) for word in words):
         words = [*words, "resume=auto"]

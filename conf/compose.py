@@ -122,7 +122,7 @@ def hide_secrets(folder: Path) -> None:
 
 def explain(error: Exception) -> str:
     """Return a one-line message for an error of Hydra or OmegaConf."""
-    from conf.unknown_names import missing_file, nearest  # nobody else meets an unknown name
+    from conf.unknown_names import missing_file, nearest  # only errors need it
 
     text = str(error)
     if isinstance(error, yaml.YAMLError):

@@ -20,7 +20,7 @@ def read_job(
     if in_sweep and cfg.preflight:
         raise ValueError("preflight=true checks one run; leave -m out")
     if cfg.preflight or cfg.mode != "train":
-        from conf import modes  # a training does not need them
+        from conf import modes  # training does not need them
 
         return modes.configure(cfg, words)
     if in_sweep and cfg.output_dir:

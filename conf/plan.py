@@ -48,12 +48,12 @@ class Part:
         self.target = find_target(node["_target_"])
 
     def __call__(self, **objects: Any) -> Any:
-        """Build it; of the run's `objects` it gets those that are its arguments."""
+        """Build it with those of the run's `objects` that are its arguments."""
         return build({"_convert_": "all", **self.node}, **objects)
 
 
 class OfSection(UserDict[str, Any]):
-    """The keys of a section; reading one takes it."""
+    """The keys of a section; reading a key marks it as taken."""
 
     def __init__(self, node: Section, name: str, taken: set[str]) -> None:
         super().__init__(node)
@@ -65,7 +65,7 @@ class OfSection(UserDict[str, Any]):
 
 
 class Keys:
-    """The keys of a configuration; `config` is for looking at a key without taking it."""
+    """The keys of a configuration; reading a key through `config` does not take it."""
 
     def __init__(self, config: Section) -> None:
         self.config = config
@@ -283,7 +283,7 @@ def after_rollout_parts(keys: Keys, source: Part) -> dict[str, Part]:
 
 
 def _takers(key: str, config: Section) -> str:
-    """Return " (<parts of leash> would)", the parts that take this key in other runs, or ""."""
+    """Return " (<parts> would)", the parts of leash that take this key in other runs, or ""."""
     section, _, name = key.partition(".")
     takers = []
     if section == "teacher" and not has_teacher(config):

@@ -27,7 +27,7 @@ CLASSES = {"float": (int, float), "int": int, "bool": bool, "str": str, "list": 
 def resumed(
     folder: str, cfg: DictConfig, words: Sequence[str], *, may=OF_A_RESUME, **instead: Any
 ) -> dict[str, Any]:
-    """Return a run's saved configuration with `instead` and the keys of `words`, checked.
+    """Return a run's saved configuration, checked, with the keys of `words`, then `instead`.
 
     `cfg`: Hydra's composition of the words. Raise ValueError for a key outside of `may`.
     """
@@ -137,7 +137,7 @@ def differences(saved: Any, config: Any, key: str = "") -> Iterator[str]:
 
 
 def last_run(folder: Path, *, trained: bool = False) -> Path:
-    """Return the latest ended run below a folder; with `trained`, the latest with weights.
+    """Return the latest run below a folder that is not running; if `trained`, with weights.
 
     A run starts when its config.yaml is written.
     """

@@ -42,7 +42,7 @@ def begin(config: DictConfig, words: Sequence[str]) -> None:
 
 
 def end() -> None:
-    """Write the final page of the sweep of this process, if any, after any kind of end."""
+    """Write the final page of this process's sweep, if it has one, however the sweep ended."""
     for folder, lock in OPEN:
         try:
             _note_end(folder)

@@ -32,7 +32,7 @@ def mean_and_std(values: Tensor, runtime: Runtime | None) -> tuple[float, float]
 
 def whiten(advantage: Tensor, mask: Tensor, runtime: Runtime | None) -> Tensor:
     """Return (A - mean) / (std + 1e-4) over the tokens of the mask on all ranks, 0 elsewhere."""
-    mean, std = mean_and_std(advantage[mask], runtime)  # of the K masked tokens
+    mean, std = mean_and_std(advantage[mask], runtime)  # over the K masked tokens
     return (advantage - mean) / (std + STD_FLOOR) * mask  # [B, T]
 
 

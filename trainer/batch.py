@@ -29,7 +29,7 @@ KEYS: dict[NestedKey, Entry] = {
         "[B, T] bool", "tokens of assistant messages, ends of turn included"
     ),
     ("masks", "all_response_mask"): Entry("[B, T] bool", "sampled tokens"),
-    ("log_probs", "full"): Entry("[B, T] float32", "of the generator; 0 at other tokens"),
+    ("log_probs", "full"): Entry("[B, T] float32", "by the generator; 0 unless sampled"),
     "loss_mask": Entry("[B, T] bool", "tokens to learn from"),
     "reward_raw": Entry("[B, T] float32", "task reward of each turn"),
     ("reward_part", "<name>"): Entry("[B] float32", "a part of reward_raw; NaN: does not apply"),
@@ -38,7 +38,7 @@ KEYS: dict[NestedKey, Entry] = {
     "truncated": Entry("[B] bool", "cut by a length or turn limit"),
     "dropped": Entry("[B] bool", "excluded from rewards and loss"),
     "group_id": Entry("[B] int64", "equal for the samples of a prompt"),
-    "temperature": Entry("[B] float32", "of sampling"),
+    "temperature": Entry("[B] float32", "sampling temperature"),
     "policy_version": Entry("[B] int64", "weight syncs before sampling"),
     "row": Entry("[B] dict", "cells of the prompt's row"),
     "prompt": Entry("[B] text", "the last message of the prompt"),
@@ -54,7 +54,7 @@ KEYS: dict[NestedKey, Entry] = {
     "policy_weight": Entry("[B, T] float32", "factor of the policy term"),
     ("ref_log_probs", "full"): Entry("[B, T] float32", "of the reference"),
     "ref_states": Entry(
-        "[B, T, H] any", "of the one whose KL is exact, to predict each attended token"
+        "[B, T, H] any", "of the reference whose KL is exact; entry t predicts token t"
     ),
     "kl_penalty": Entry("[B, T] float32", "k1 in nats, without the coefficient"),
     ("teacher_log_probs", "full"): Entry("[B, T] float32", "of the teacher"),
@@ -65,8 +65,8 @@ KEYS: dict[NestedKey, Entry] = {
     "kl_coeff_in_loss": Entry("[B] float32", "KL coefficient that the loss charges"),
     "teacher_kl_coeff_in_loss": Entry("[B] float32", "the same of the KL to the teacher"),
     "later_kl": Entry("[B, T] float32", "exact KL of the states after a token, minus a baseline"),
-    "advantage": Entry("[B, T] float32", "A"),
-    "value": Entry("[B, T] float32", "V(tokens < t)"),
+    "advantage": Entry("[B, T] float32", "of each token"),
+    "value": Entry("[B, T] float32", "the critic's V(tokens < t)"),
     "returns": Entry("[B, T] float32", "advantage + value"),
     "weight": Entry("[B, T] float32", "weight of a token in an optimiser step"),
 }

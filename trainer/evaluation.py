@@ -2,8 +2,8 @@
 
 The same env and collect as training; only the rows, the temperature and the streams differ.
 Ranks share the rows, evenly or not. Accuracy is also reported per row label. Dropped responses are
-excluded. kl/efficiency is how much of its KL a policy needed (docs/kl.md), from responses of the
-reference: sampled before training (eval.frontier) or later (mode=frontier), see frontier.json.
+excluded. kl/efficiency is the share of its KL that a policy needed (docs/kl.md), from responses of
+the reference, sampled before training (eval.frontier) or later (mode=frontier): frontier.json.
 eval/kl_forward is how far the policy has moved where the reference writes (forgetting.py).
 """
 
@@ -35,15 +35,15 @@ TRAIN_FILE = "frontier_train.json"  # the reference's samples on training rows, 
 class Evaluate:
     """Measure the generator on the task's eval rows.
 
-    `prompts_per_batch` prompts are sampled at a time, greedy responses as many at a time; draws
-    depend only on (seed, place among the rows, sample), so that two evaluations of the same rows
-    differ only by the weights.
-    `retrieve_kl` measures the KL of the sampled responses. If `frontier` > 0, so many responses to
-    each row before training give kl/efficiency. A task without rewards has only KL metrics.
+    A batch samples `prompts_per_batch` prompts; a greedy batch has as many responses. Draws depend
+    only on (seed, place among the rows, sample), so that two evaluations of the same rows differ
+    only by the weights.
+    `retrieve_kl` measures the KL of the sampled responses. If `frontier` > 0, so many responses of
+    the reference to each row give kl/efficiency. A task without rewards has only KL metrics.
     `train_rows` training rows are evaluated in the same way, with separate metrics.
     Fewer rows than there are (`max_rows`, `train_rows`) are a fixed random draw, label by label.
-    With `forward_kl` responses of the reference to each row, the forward KL is measured, also on
-    the prompts of the data set `retain`, of which at most `max_rows` are used.
+    If `forward_kl` > 0, so many responses of the reference to each row give the forward KL, also on
+    at most `max_rows` prompts of the data set `retain`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Evaluate:
             self.beside["train"] = other
 
     def of_rows(self, rows: Sequence[dict[str, Any]], task: Task | None = None) -> "Evaluate":
-        """Return the same evaluation of other rows; those of a `task` that rewards nothing."""
+        """Return the same evaluation of other rows, of a `task` without rewards if one is given."""
         other = copy(self)
         if task is not None:
             other.task, other.env, other.plans = task, self.env.with_group_size(1), []

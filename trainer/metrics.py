@@ -1,8 +1,8 @@
 """Metrics of a batch, reduced over ranks. Names and formulas: docs/metrics.md.
 
-A mean is a sum over rows or tokens divided by their number on all ranks. Rewards and
-kl/ref_sequence exclude dropped rows; a reward part excludes rows to which it does not apply. The KL
-is over all sampled tokens, also tokens that filters remove from the loss mask.
+A mean is a sum over rows or tokens divided by their number on all ranks. Rewards and KLs exclude
+dropped rows; a reward part excludes rows to which it does not apply. The KL is over all sampled
+tokens, also tokens that filters remove from the loss mask.
 """
 
 import math

@@ -116,9 +116,9 @@ def moved_since_sampling(scores: Scores, batch: TensorDictBase) -> dict[str, Ten
 class DistilObjective:
     """The divergence from a teacher on the policy's own responses, with no other loss.
 
-    Each token's divergence is differentiated for its prefix as it was sampled: no gradient goes
-    through the sampling (GKD: Agarwal et al. 2024, arXiv 2306.13649 section 3), except with a
-    leash of where="sequence".
+    Each token's divergence is differentiated for its sampled prefix: no gradient goes through the
+    sampling (GKD: Agarwal et al. 2024, arXiv 2306.13649 section 3), except with a leash of
+    where="sequence".
     """
 
     reads = Leash.loss_reads
@@ -192,7 +192,7 @@ class SFTObjective:
 
 
 class MinorSFTObjective(SFTObjective):
-    """SFT with smaller gradients for rows above the reference (MinorSFT, arXiv 2408.10642).
+    """SFT with smaller gradients for rows likelier than at the start (MinorSFT, arXiv 2408.10642).
 
     `ReferenceLogProbs` writes the reference log-probs.
     """
@@ -216,8 +216,8 @@ class EntropyBonus:
     """Add -coeff * entropy of the trained policy to the loss of each token.
 
     With `target` (nats per token) the coefficient adapts as in Skywork-OR1 (arXiv 2505.22312),
-    within [0, 1]. If the entropy of an iteration is at most the target, it grows by 0.005;
-    otherwise it falls by 0.005, and the bonus is 0.
+    within [0, 1]. If the entropy of an iteration is at most the target, the coefficient grows by
+    0.005; otherwise it falls by 0.005, and the bonus is 0.
 
     >>> bonus = EntropyBonus(0.01, target=1.0)
     >>> [round(bonus.update(entropy), 3) for entropy in (0.8, 0.9, 1.2, 0.7)]

@@ -52,7 +52,7 @@ class Masters(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Take a step; it removes the gradients of half-precision weights."""
+        """Take a step, and remove the gradients of half-precision weights."""
         half = [
             (group["params"], i, p)
             for group in self.param_groups
@@ -147,7 +147,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr})
 
     def step(self, closure: Any = None) -> None:
-        """Take a step with both."""
+        """Take a step with both optimisers."""
         for optimizer, is_muon in ((self.muon, True), (self.adamw, False)):
             if optimizer is not None:  # `load_state_dict` may have replaced groups and state
                 groups = [group for group in self.param_groups if group["muon"] == is_muon]

@@ -83,8 +83,8 @@ def stateful_parts(
 ) -> dict[str, Any]:
     """Return the parts with state_dict() and load_state_dict(), by configuration key.
 
-    `named`: parts by section and name. `observed`: nodes of the user's observers, in the order in
-    which `observers.each` begins. `algorithm`: parts of the section algorithm.
+    `named`: parts by section and name. `observed`: nodes of the user's observers, with which
+    `observers.each` begins. `algorithm`: parts of the section algorithm.
     """
     keyed = zip([k for k, v in observed.items() if v], getattr(observers, "each", ()), strict=False)
     sections = {**named, "algorithm": algorithm, "observers": dict(keyed)}

@@ -70,7 +70,7 @@ class Runtime:
         self.status: dict[str, Any] = {"state": "running", "reason": None, "objective": None}
         self.started = time.monotonic()
         self.stops = StopSignals(self.ranks, self.all_reduce_max, at_second=self._write_preempted)
-        self._written = 0.0  # when status.json was written last
+        self._written = 0.0  # time of the last write of status.json
         torch.manual_seed(seed)
 
     @property
@@ -96,7 +96,7 @@ class Runtime:
     def all_reduce(self, values: Tensor) -> Tensor:
         """Return the sum over ranks of a tensor of equal shape on each."""
         if self.ranks == 1:
-            return values  # not moved: the device may lack float64
+            return values  # not on the device, which may lack float64
         return self.accelerator.reduce(values.to(self.device), reduction="sum")
 
     def all_reduce_sum(self, values: dict[str, float]) -> dict[str, float]:
@@ -120,7 +120,7 @@ class Runtime:
 
     def prepare(self, policy: Any, make: Callable[[Any], Any], *others: Any) -> Any:
         """Return the wrapped scorer for the update, and its optimizer, make(scorer)."""
-        self.wait()  # one rank may have loaded, or downloaded, for longer
+        self.wait()  # one rank may need longer to load or download
         for weight in policy.scorer.parameters():
             if weight.requires_grad and self.device.type == "cpu":
                 weight.data = weight.data.clone()  # a mapped file would be copied page by page

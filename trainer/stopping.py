@@ -15,7 +15,7 @@ from typing import Any
 
 # Metrics that only some evaluations log.
 JUDGED = ("kl/efficiency", "kl/needed", "kl/misallocated", "kl/in_right", "kl/in_wrong")
-AGAIN = 5.0
+AGAIN = 5.0  # seconds in which a second SIGTERM does not count
 SCORE = "eval/"  # `patience` watches the first metric with this prefix
 
 

@@ -28,7 +28,7 @@ MAX_LOG_RATIO = 20.0  # nats; exp(20) = 4.9e8 exceeds every clip; exp(89) overfl
 class ClipRange:
     """Bounds of a ratio: 1 - low and 1 + high; if A < 0, also the upper bound `most` unless None.
 
-    `tv` (probability) is the bound of tv_mask, `kl` (nats) is the bound of kl_mask.
+    `tv` (probability) is the bound of tv_mask, `kl` (nats) the bound of kl_mask and kpop.
     """
 
     low: float = 0.2
@@ -89,7 +89,7 @@ def clipped_term(
 
 
 def cispo_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
-    """Return -sg(clip(r, 1 - low, 1 + high)) A log pi.
+    """Return -sg(clip(r, 1 - low, 1 + high)) A log pi_curr.
 
     sg stops the gradient. Clipped tokens keep a gradient with a bounded weight. MiniMax-M1 (arXiv
     2506.13585) eq. 4 and 5.
@@ -108,7 +108,7 @@ def cispo_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: Cl
 def reinforce_term(
     curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
 ) -> Tensor:
-    """Return -A log pi (Williams 1992). r has no effect, so take one step per batch."""
+    """Return -A log pi_curr (Williams 1992). It ignores r, so take one step per batch."""
     return -advantage * curr
 
 

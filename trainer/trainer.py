@@ -78,7 +78,7 @@ class Trainer:
         """Train to the last iteration; return the sweep metric."""
         if resume:
             restore_run(self)
-        self.last_sync = push_weights(self.policy, self.generator)  # an engine starts with others
+        self.last_sync = push_weights(self.policy, self.generator)  # an engine has other weights
         gc.freeze()  # garbage collection skips the objects of the set-up
         self.runtime.stops.on_stop = self.observers.stopping
         about = {"iteration": self.progress.iteration, "inputs": self.inputs}

@@ -22,9 +22,9 @@ def transcripts(
 ) -> list[dict]:
     """Return responses of a batch as plain records for transcripts.jsonl, the highest reward first.
 
-    The best, median and worst response, and `count` responses group by group, beginning with the
-    groups of these three; "all": every response that was not dropped. With a tokenizer the three
-    have `rank` and `pieces`.
+    They are the best, median and worst response, and `count` responses group by group, beginning
+    with the groups of these three; "all": every response that was not dropped. With a tokenizer the
+    three have `rank` and `pieces`.
     """
     reward, owner = batch.get("reward_raw").sum(-1).tolist(), batch.get("group_id").tolist()
     judged = judged_rows(batch).nonzero().squeeze(-1).tolist()

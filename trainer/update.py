@@ -43,10 +43,10 @@ class Minibatch:
 
     tokens: float  # loss tokens on all ranks
     rows: Tensor  # [n] int64, rows of the batch, one micro-batch after another
-    plans: list["MicroBatch"]  # as many of each reference on each rank
+    plans: list["MicroBatch"]  # every rank has the same number for each reference
 
     def parts(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, "MicroBatch"]]:
-        """Yield the rows of each micro-batch, and their plan; one copy of the indices is sent."""
+        """Yield the rows of each micro-batch, and their plan; all indices are sent in one copy."""
         indices = send(self.rows, _device(batch)).split([len(plan.keys) for plan in self.plans])
         for index, plan in zip(indices, self.plans, strict=True):
             yield batch[index], plan
@@ -56,7 +56,7 @@ class MicroBatch(NamedTuple):
     """A backward pass as planned on the CPU."""
 
     keys: TensorDictBase  # PLANNED and "weight"
-    reference: Scorer | None  # of an exact divergence
+    reference: Scorer | None  # for an exact divergence
 
 
 class Update:
@@ -67,9 +67,9 @@ class Update:
     padding included. `packing` removes the padding: it concatenates the rows.
     `leash` is the run's Leash: raise ValueError unless each KL with a coefficient above 0, also the
     teacher's, counts once, in the reward or in the objective. `reference` is the scorer of the
-    reference of `leash.exact_leash`; of several by name each scores its rows, teachers.<name> of
-    the batch, in micro-batches of their own. A parameter group may have "scale", a factor of its
-    learning rate, and "since", the first iteration in which it is trained.
+    reference of `leash.exact_leash`. With several teachers it is a dict: each scores its rows
+    (teachers.<name> of the batch) in micro-batches of their own. A parameter group may have
+    "scale", a factor of its learning rate, and "since", the first iteration in which it is trained.
     `entropy_*` configure `EntropyBonus`; `router_coeff` weighs the load-balancing loss of a mixture
     of experts. If the kl/behaviour_k3 of a minibatch, over all ranks, is above `target_kl` (nats
     per token), the iteration ends without this optimiser step.
@@ -193,7 +193,7 @@ class Update:
         return plan
 
     def _micro_batches(self, batch: TensorDictBase) -> dict[str | None, list[list[int]]]:
-        """Return row lists within the token bound by reference; None: one for all rows."""
+        """Return lists of rows within the token bound, by reference; None: one for all rows."""
         out, every = {}, torch.ones(len(batch), dtype=torch.bool)  # [B]
         for name in self.references:
             mine = (

@@ -52,7 +52,7 @@ def push_weights(
 
     Raise RuntimeError unless both agree on every token within the engine's `tolerance` in nats, and
     the engine changed with the policy since `last`. If the engine `takes_trained`, only LoRA
-    adapters are sent. Each of its `copies` of the weights, 1 by default, scores an equal block.
+    adapters are sent. Each of the engine's `copies` of the weights (default 1) scores the probe.
     """
     if generator is None or generator is policy:
         return SyncResult()

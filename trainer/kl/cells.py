@@ -12,7 +12,7 @@ def check_cells(
 ) -> None:
     """Raise ValueError if the first row lacks a cell of a hint, or a row a teacher in `column`.
 
-    `hints` by their keys. Of rows that are made on access (large files) only the first is read.
+    `hints`: texts by key. If rows are made on access (large files), only the first is read.
     """
     for key, text in hints.items():
         try:

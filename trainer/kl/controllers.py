@@ -187,14 +187,14 @@ class BudgetKLController(KLControllerBase):
 
         level *= exp(0.07 e)    coeff = level exp(0.6 e + 2 s)
 
-    This is a PID controller of log coeff (Stooke et al. 2020, arXiv 2007.03964, section 4, control
-    the coefficient itself). The level finds the right coefficient; the other terms damp
+    This is a PID controller of log coeff; Stooke et al. 2020 (arXiv 2007.03964, section 4) control
+    the coefficient itself. The level finds the right coefficient; the other terms damp
     oscillation, since the policy follows with a delay. Gains are per iteration, not per sequence,
     because an optimiser step moves the KL at any batch size.
 
     The level starts at max(coeff, 1 / sqrt(2 target)): with this coefficient the best policy has
-    about the KL `target` if rewards have standard deviation 1. It stays within a factor of 100 of
-    its start.
+    about the KL `target` if rewards have standard deviation 1. The level stays within a factor of
+    100 of its start.
 
     >>> control = BudgetKLController(0.1, target=4.0)
     >>> round(control.coeff, 4), round(control.update([5.0, 7.0]), 4)  # e = log 1.5
@@ -209,7 +209,7 @@ class BudgetKLController(KLControllerBase):
         super().__init__(coeff, model=model)
         self.target, self.start = float(target), max(self.coeff, (2 * target) ** -0.5)
         self.level = self._set(self.start)
-        self.last: float | None = None  # error
+        self.last: float | None = None  # last e
         self.slope = 0.0
 
     @property

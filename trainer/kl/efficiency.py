@@ -22,7 +22,7 @@ NAMES = "reward", "success", "kl"  # scores of a response
 class Efficiency:
     """Compute kl/efficiency and the split of the KL of an evaluation.
 
-    Both compare it with `samples` responses of the reference per eval row.
+    Both compare the evaluation with `samples` responses of the reference per eval row.
     """
 
     def __init__(self, samples: int, path: Path) -> None:

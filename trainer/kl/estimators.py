@@ -2,8 +2,8 @@
 
 All tensors are [B, T]; KL values are in nats. envs/transforms/kl.py measures k1, gen - ref, of each
 batch. To add an estimator, add a row to ESTIMATORS: the keys, the checks, `Leash` and the tests
-read it. One of your own is a function that returns an `Estimator`: kl.estimator={_target_:
-my_kl.mine} (docs/kl_estimators.md).
+read it. Your own estimator is a function that returns an `Estimator`:
+kl.estimator={_target_: my_kl.mine} (docs/kl_estimators.md).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class TokenKL:
 class Estimator:
     """An estimator of the KL of a token: `term` maps TokenKL to nats [B, T].
 
-    In the loss autograd differentiates `term`; in the reward only its value counts; in the sequence
-    it is a term at its own token and a value for the tokens before it.
+    In the loss autograd differentiates `term`; in the reward only its value counts; with
+    where="sequence" autograd differentiates it, and its value also counts for earlier tokens.
     `needs`: "samples" (the log-ratio), "ratio" (curr and gen) or "vocabulary" (divergence). The
     reward allows only "samples", the sequence only "vocabulary". `refused`: place -> reason and
     remedy, where the expected gradient is not the gradient of a KL; kl.allow_biased=true overrides
@@ -74,7 +74,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 def k3_ratio(token: TokenKL) -> Tensor:
     """Return r k3 with r = pi_curr / pi_gen: DeepSeek-V3.2 (arXiv 2512.02556) eq. 7.
 
-    r is not detached, so the gradient is r * log_ratio * grad curr, for any sampler.
+    r is differentiated too, so the gradient is r * log_ratio * grad curr, for any sampler.
     """
     ratio = token_ratio(token.curr, token.gen)
     # d(r k3)/d(curr) = r k3 + r (1 - exp(-log_ratio)) = r log_ratio: large terms cancel.

@@ -6,7 +6,7 @@ By the chain rule the forward KL of whole responses is a mean over responses of 
 
 of exact KLs over the vocabulary. Both models score a response in one pass. The estimate has the
 mean of log reference - log policy without its noise: it is never negative, and 0 at the start.
-What a policy forgets follows this KL (RL's Razor, arXiv 2509.04259).
+How much a policy forgets depends on this KL (RL's Razor, arXiv 2509.04259).
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ class Forgetting:
     """Measure the forward KL on the rows of an evaluation, nats per response.
 
     The first call samples `samples` responses of the frozen reference to each row, at `temperature`
-    and of as many turns as the policy's, and keeps them. Their streams are those of the evaluation:
-    a resumed run samples the same responses again.
+    and with as many turns as the policy has, and keeps them. They use the random streams of the
+    evaluation, so a resumed run samples the same responses again.
     """
 
     def __init__(self, reference: Reference, *, samples: int, temperature: float) -> None:
@@ -43,7 +43,7 @@ class Forgetting:
         return total["kl"] / total["count"]
 
     def _sample(self, play: Any, kind: str, on_progress: Any) -> TensorDict:
-        """Return this rank's responses [B, T] on the CPU; one without a token if it has no row."""
+        """Return this rank's responses [B, T] on the CPU; an empty one if the rank has no row."""
         rows: list[tuple[Tensor, Tensor, int]] = []  # ids [t], response mask [t], group
 
         def keep(_: str, batch: TensorDictBase, __: list[int]) -> None:

@@ -137,14 +137,14 @@ class ConfidenceBand:
         if len(least) < (1 - MAX_MISSING) * len(self.resampled):
             return None
         error = fmean(least) - _kl_at(value, self.value, self.kl)
-        return plain - error if error < plain / 2 else None  # None: too few samples
+        return plain - error if error < plain / 2 else None  # a large bias: too few samples
 
     def curve(self) -> Curve:
         """Return the frontier from the reference to the largest supported KL.
 
         With n responses per prompt the largest measurable KL is ln n. The curve ends at ln n - 1
         (ln n - ln 10 if rewards are not 0 or 1), or before, where fewer than 90 % of the resamples
-        reach. The band is the basic bootstrap interval (Davison and Hinkley 1997, eq. 5.6).
+        reach it. The band is the basic bootstrap interval (Davison and Hinkley 1997, eq. 5.6).
         """
         kl, value = self.kl, self.value
         if not self.resampled:
@@ -158,7 +158,7 @@ class ConfidenceBand:
         keep = kl <= max(math.log(self.count / (math.e if self.binary else 10)), 0.0)
         keep &= (ends[:, None] >= value).mean(0) >= 1 - MAX_MISSING
         keep &= np.diff(np.maximum.accumulate(line), prepend=-np.inf) > 0
-        keep &= np.diff(kl, prepend=-1.0) > 1e-9  # stops when KL stops growing
+        keep &= np.diff(kl, prepend=-1.0) > 1e-9  # the curve ends where the KL stops growing
         keep[0] = True  # the reference itself
         low, high = 2 * value - above, np.minimum(2 * value - below, most)
         return Curve(*(side[keep] for side in (kl, line, low, high)))

@@ -24,8 +24,8 @@ class Leash:
     """Apply the penalty coeff * KL of each sampled token, in one place.
 
     The advantage calls `charge_reward` and the objective `loss_term`, on the same Leash; `where`
-    selects which of them applies the penalty. With "sequence" it is `loss_term`, which then also
-    uses the KL after each token, `later_kl`; the update adds it to the batch. `controller` sets the
+    selects which of them applies the penalty. With "sequence" it is `loss_term`, with the KL after
+    each token (`later_kl`), which the update adds to the batch. `controller` sets the
     coefficient; `estimator` is a name in trainer/kl/estimators.py or an `Estimator`. Raise
     ValueError if `estimator`, in the place `where`, does not have the expected gradient of a KL,
     unless `allow_biased`. `jsd_weight` is the weight of the reference in the mixture of "jsd". A
@@ -92,7 +92,7 @@ class Leash:
 
     @property
     def looks_ahead(self) -> bool:
-        """Return whether the loss counts the KL after a token too (`later_kl`)."""
+        """Return whether the loss also counts the KL after a token (`later_kl`)."""
         exact = self.exact_leash
         return exact is not None and exact.where == "sequence" and exact.coeff != 0
 
@@ -182,7 +182,7 @@ class Leash:
     def follow(self, metrics: Mapping[str, float], *, responses: int) -> None:
         """Update the coefficients from the KLs of an iteration.
 
-        `responses`: number on all ranks. Dropped responses have no KL, but count as samples.
+        `responses`: number on all ranks, with the dropped ones, whose KL does not count.
         """
         valid = 1 - metrics.get("reward/dropped_fraction", 0.0)
         for each in self.each:
@@ -233,7 +233,7 @@ def charged_in_reward(leash: Leash, batch: TensorDictBase) -> set[str]:
 
 
 def check_charged(leash: Leash, *, in_reward: Collection[str], in_loss: Collection[str]) -> None:
-    """Raise ValueError unless each KL whose coefficient is not 0 counts in exactly one place.
+    """Raise ValueError unless each KL with a coefficient above 0 counts in exactly one place.
 
     in_reward, in_loss: the loss names of the KLs that are in the reward and in the loss.
     """

@@ -66,8 +66,8 @@ class Reference:
     def __call__(self, batch: TensorDictBase, *, keep_states: bool = False) -> TensorDictBase:
         """Return the batch with the log-probs (ref_log_probs.full) and kl_penalty, [B, T].
 
-        With `keep_states` also write ref_states, so that the update does not run the reference
-        again; not if they exceed MAX_BYTES or weights are sharded (ranks must decide alike). With a
+        `keep_states` also writes ref_states, so that the update need not run the reference again,
+        unless they exceed MAX_BYTES or weights are sharded (all ranks must decide the same). With a
         hint they are kept at any size, because the update does not know the hinted prompt.
         Demonstrations are returned unchanged: the update scores them.
         """
@@ -114,13 +114,13 @@ class Reference:
         return score_batch(self.policy.scorer.divergence, batch, batch.get(RESPONSE), **options)
 
     def sampler(self) -> Policy:
-        """Return the reference as a generator, of responses that end where the policy's end."""
+        """Return the reference as a generator, whose responses end where the policy's end."""
         limits = replace(self.policy.limits, eos_token_id=self.policy.stop_ids, filters=NO_FILTERS)
         return self.policy.get_new_version(model=self.scorer, limits=limits)
 
     @torch.no_grad()
     def join(self) -> None:
-        """Join the other ranks' forwards of a sharded reference, without a row of this rank."""
+        """Join the other ranks' forwards of a sharded reference; this rank has no row."""
         with self.scorer.placement.forwards(0) as count:
             for _ in range(count):
                 ids = torch.zeros(1, 2, dtype=torch.int64, device=self.scorer.placement.device)
@@ -131,7 +131,7 @@ class Reference:
         """Move the weights towards the policy if `iteration` is a multiple of `every`."""
         if self.every and iteration % self.every == 0:
             for old, new in self.pairs.values():
-                # With weight 1 this is exactly the policy; half-precision shards round to it.
+                # With decay 0 this is exactly the policy; half-precision shards round it.
                 old.lerp_(new.to(old.dtype), 1 - self.decay)
             self.moved = True
 

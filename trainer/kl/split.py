@@ -15,7 +15,7 @@ harmonic numbers H:
     a KL(inside right)   (sum of log policy - log reference over right responses) / m
                          - the first line
 
-and alike for wrong responses, so that the four parts add up to the measured KL. The first line uses
+and likewise for wrong ones, so that the four parts add up to the measured KL. The first line uses
 unbiased estimates of the series -log x = sum over j of (1 - x)^j / j, cut at j = m - 1 and j = n
 (Zhang 2012, doi 10.1162/NECO_a_00266). Its bias is a (R(m, a) - R(n + 1, p)) with the rest
 R(j, x) = sum over i >= j of (1 - x)^i / i. The plain estimate log((k / m) / (s / n)) would have a

@@ -1,7 +1,7 @@
 """Several teachers, of which a column of the row chooses one (multi-teacher distillation).
 
-All are in memory. Every rank asks every teacher in the same order, with a row for it or without,
-so that forwards of sharded teachers agree.
+All are in memory. Every rank runs every teacher in the same order, even without a row for it,
+because all ranks take part in a forward of a sharded teacher.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ WRITES = LEASHES["teacher"].log_probs, LEASHES["teacher"].penalty
 class Teachers:
     """Add to each row of a batch the log-probs and the KL of the teacher that its `column` names.
 
-    Writes the keys of a `Reference` named teacher, and teachers.<name> [B], the rows of each one.
+    Writes the keys of a `Reference` named teacher, and teachers.<name> [B], the mask of its rows.
     """
 
     def __init__(self, teachers: Mapping[str, Reference], column: str) -> None:
