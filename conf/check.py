@@ -5,14 +5,12 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from itertools import chain
 from typing import Any
 
 from conf import schema
 from conf.build import (
     cells_of,
     check_task_cells,
-    controller_arguments,
     data_arguments,
     facts_of,
     find_target,
@@ -25,7 +23,6 @@ from envs.rows import is_file
 from envs.transforms import is_kl_transform
 from policies.models.find import no_model
 from policies.optional_packages import EXTRAS, package_of
-from trainer.kl.controllers import CONTROLLERS
 from trainer.kl.estimators import check_place, find_estimator
 from trainer.runs.run_files import PREFIX, flatten
 from trainer.stopping import read_rule
@@ -209,14 +206,6 @@ def _charge(cfg: Config, section: str) -> Iterator[str]:
         make_controller(kl, section, **facts_of(cfg))
     except ValueError as error:
         yield str(error)
-        return
-    _, taken = controller_arguments(kl)
-    arguments = {name: controller_arguments({**kl, "controller": name})[1] for name in CONTROLLERS}
-    for key in dict.fromkeys(chain(*arguments.values())):
-        if key not in taken and kl[key] != schema.declared()[section][key].default:
-            owners = " or ".join(name for name, keys in arguments.items() if key in keys)
-            text = f"{section}.{key} is for {section}.controller={owners}"
-            yield f"{text}, got {kl['controller']}; leave it out"
 
 
 def _hint(cfg: Config, section: str) -> Iterator[str]:
