@@ -188,24 +188,16 @@ def _leash(cfg: Config) -> Iterator[str]:
     if isinstance(teacher["reference"], dict) and teacher["hint"] is not None:
         yield "teacher.hint is for one teacher; leave it out"
     for section in ("kl", "teacher") if has_teacher(cfg) else ("kl",):
-        yield from _charge(cfg, section)
+        own, name = cfg[section], cfg[section]["estimator"]
+        if isinstance(name, str):
+            options = {"allow_biased": own["allow_biased"], "section": section}
+            check_place(own["where"], name, **options)  # raises a fault, like the next line
+        make_controller(own, section, **facts_of(cfg))
         yield from _hint(cfg, section)
     if make_controller(kl, **facts_of(cfg)).follows_kl and not kl["measure"]:
         yield f"kl.controller={kl['controller']} follows the measured KL; set kl.measure=true"
     if max(kl["coeff"], kl["end"] or 0) > 0 and not kl["measure"]:
         yield f"kl.coeff={kl['coeff']} needs the reference; set kl.measure=true"
-
-
-def _charge(cfg: Config, section: str) -> Iterator[str]:
-    """Yield the faults between the keys of a KL that say where and how it counts."""
-    kl = cfg[section]
-    try:
-        if isinstance(kl["estimator"], str):
-            options = {"allow_biased": kl["allow_biased"], "section": section}
-            check_place(kl["where"], kl["estimator"], **options)
-        make_controller(kl, section, **facts_of(cfg))
-    except ValueError as error:
-        yield str(error)
 
 
 def _hint(cfg: Config, section: str) -> Iterator[str]:
