@@ -355,13 +355,5 @@ def masked_rows(
 
 
 def find_surrogate(surrogate: str | Surrogate) -> Surrogate:
-    """Return the surrogate with this name; a `Surrogate` is returned as it is.
-
-    Raise ValueError for an unknown name.
-    """
-    if isinstance(surrogate, Surrogate):
-        return surrogate
-    if surrogate not in SURROGATES:
-        text = f"one of {', '.join(SURROGATES)} or a trainer.surrogates.Surrogate"
-        raise ValueError(f"expected algorithm.surrogate to be {text}, got {surrogate!r}")
-    return SURROGATES[surrogate]
+    """Return the surrogate with this name; a `Surrogate` is returned as it is."""
+    return SURROGATES[surrogate] if isinstance(surrogate, str) else surrogate
