@@ -124,9 +124,11 @@ class Update:
         plan = once * self.epochs
         batch = batch.select(*SCORED, *Leash.loss_reads, *self.objective.reads, strict=False)
         self.scorer.train()
-        if self.leash.looks_ahead:
+        exact = self.leash.exact_leash
+        if exact is not None and exact.where == "sequence" and exact.coeff != 0:
             ids = planned.get("group_id", torch.arange(batch.batch_size[0]))
-            batch.set("later_kl", later_kl(self._exact_kl(batch, once), batch["loss_mask"], ids))
+            kl = self._kl(exact, batch, once)  # [B, T]
+            batch.set("later_kl", later_kl(kl, batch["loss_mask"], ids))
         log, first = _Log(), _Log()
         start, not_taken = self.step, 0
         for number, minibatch in enumerate(plan):
@@ -237,10 +239,10 @@ class Update:
         return not too_far
 
     @torch.no_grad()
-    def _exact_kl(self, batch: TensorDictBase, plan: list[Minibatch]) -> Tensor:
+    def _kl(self, leash: Leash, batch: TensorDictBase, plan: list[Minibatch]) -> Tensor:
         """Return the exact KL of each token by the weights before the first step, [B, T]."""
         found = [  # [b, T] of each micro-batch
-            self.leash.exact_kl(self._scores(part, planned), part)
+            leash.kl(self._scores(part, planned), part)
             for minibatch in plan
             for part, planned in minibatch.parts(batch)
         ]
