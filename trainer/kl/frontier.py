@@ -49,17 +49,6 @@ class Curve:
     high: Array
 
 
-def optimum(rewards: Array, coeff: float) -> tuple[float, float]:
-    """Return KL and mean reward of the best policy at a coefficient > 0; `rewards` [P, n].
-
-    >>> kl, reward = optimum(np.array([[0.0, 1.0]]), 1.0)  # a reference that is right half the time
-    >>> math.isclose(reward, math.e / (1 + math.e)), round(kl, 3)
-    (True, 0.111)
-    """
-    kl, reward = _optimum_by_prompt(rewards, coeff)
-    return float(kl.mean()), float(reward.mean())
-
-
 def _optimum_by_prompt(rewards: Array, coeff: float) -> tuple[Array, Array]:
     """Return KL and reward of the best policy at a coefficient, each [P]."""
     centre = rewards.mean(1, keepdims=True)  # [P, 1]; the KL depends on differences only
@@ -168,6 +157,10 @@ def optima(rewards: Array, coeffs: Array) -> tuple[Array, Array]:
     """Return KL and mean reward of the reference, then of the optimum at each coefficient.
 
     `rewards` [P, n], or pass rates [P] if rewards are 0 or 1.
+
+    >>> kl, reward = optima(np.array([[0.0, 1.0]]), np.array([1.0]))  # right half the time
+    >>> math.isclose(reward[1], math.e / (1 + math.e)), round(float(kl[1]), 3)
+    (True, 0.111)
     """
     kl, value = optima_by_prompt(rewards, coeffs)
     return np.maximum(kl.mean(1), 0.0), value.mean(1)  # rounding may leave -1e-17
