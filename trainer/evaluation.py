@@ -118,10 +118,9 @@ class Evaluate:
         options = {"on_progress": lambda part: on_progress(part, label), "on_batch": on_batch}
         player(0, kind=kind, **options)
 
-    def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
-        """Return the name, an env of `samples` responses per row, a generator at `temperature`."""
-        generator = self.generator.at_temperature(temperature)
-        return name, self.env.with_group_size(samples), generator
+    def plan(self, name: str, samples: int, temperature: float) -> tuple[str, int, Generator]:
+        """Return the name, the number of responses per row, a generator at `temperature`."""
+        return name, samples, self.generator.at_temperature(temperature)
 
     def set_rows(self, rows: Sequence[dict[str, Any]]) -> None:
         """Evaluate on these rows."""
@@ -136,7 +135,7 @@ class Evaluate:
     def about(self) -> str:
         """Describe an evaluation: "40 prompts x 8 samples, greedy"."""
         ways = {"sampled": "x {} samples", "greedy": "greedy"}
-        played = [ways[name].format(env.group_size) for name, env, _ in self.plans]
+        played = [ways[name].format(size) for name, size, _ in self.plans]
         return f"{len(self.rows)} prompts {', '.join(played)}".rstrip()
 
     def __call__(
@@ -176,10 +175,10 @@ class Evaluate:
         """Play all plans; return metrics over all ranks, and a record of each row of this one."""
         metrics, kls = dict[str, float](), dict[str, float]()
         records: list[dict[str, Any]] = []
-        per_row = sum(env.group_size for _, env, _ in self.plans)
+        per_row = sum(size for _, size, _ in self.plans)
         done = 0  # responses to each row by earlier plans
-        for name, env, generator in self.plans:
-            first, size = done == 0, env.group_size
+        for name, size, generator in self.plans:
+            first = done == 0
 
             def on_fraction(fraction: float, done: int = done, size: int = size) -> None:
                 progress((done + size * fraction) / per_row)
@@ -270,7 +269,7 @@ class Evaluate:
 
         Plans with fewer samples per row get more rows: all batches have one size.
         """
-        size = self.prompts_per_batch * max(env.group_size for _, env, _ in self.plans) // samples
+        size = self.prompts_per_batch * max(count for _, count, _ in self.plans) // samples
         local = list(range(len(self.rows)))[self.runtime.rank :: self.runtime.ranks]
         most = math.ceil(len(self.rows) / self.runtime.ranks)
         for start in range(0, most, size):
