@@ -167,7 +167,8 @@ def _retain(held_out: Config) -> Iterator[str]:
     if (data := held_out["retain"]) is None:
         return
     if not held_out["forward_kl"]:
-        yield f"eval.retain={data} is for eval.forward_kl, got 0; set eval.forward_kl=1"
+        remedy = "set eval.forward_kl=1, or eval.retain=null"
+        yield f"eval.retain={data} is for eval.forward_kl, got 0; {remedy}"
     elif all(map(is_file, [data] if isinstance(data, str) else data)):
         find_target("envs.tasks.dataset.prompts_to_retain")(data)  # raises a fault
 
@@ -235,8 +236,7 @@ def _no_responses(cfg: Config) -> Iterator[str]:
         yield from _anchor(cfg)
     elif wrong:
         instead = " ".join(f"kl.{key}={schema.word(none[key])}" for key in wrong)
-        others = ", or take sft_own, sft_tiny or rm_tiny" if len(wrong) > 1 else ""
-        yield f"{text} to charge a KL on; give {instead}{others}"
+        yield f"{text} to charge a KL on; give {instead}"
     for key in ("target_kl", "entropy_coeff", "entropy_target", "after_rollout"):
         if algorithm[key]:
             yield f"{text}, which algorithm.{key} is for; leave it out"
