@@ -354,5 +354,5 @@ def try_task(made_of: str, rows: str, rewards: bool) -> None:
     """Build a task, read the rows of algorithm.rows; raise ValueError with the first fault."""
     node, cells = json.loads(made_of)
     method = None if rows == "prompts" else rows  # the task's method that returns the rows
-    options = {"rows": method, "rewards": rewards, "more": partial(check_task_cells, cells=cells)}
-    check_task(partial(make_task, node), node["task"]["_target_"], **options)
+    make, target = partial(make_task, node), node["task"]["_target_"]
+    check_task_cells(check_task(make, target, rows=method, rewards=rewards), cells)
