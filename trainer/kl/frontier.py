@@ -95,7 +95,7 @@ class ConfidenceBand:
     least 90 % of these frontiers reach it.
     """
 
-    def __init__(self, rewards: Array, *, draws: int = 100, seed: int = 0) -> None:
+    def __init__(self, rewards: Array, *, draws: int = 100) -> None:
         count = rewards.shape[1]
         self.rewards, self.count = rewards, count
         spread = float(np.ptp(rewards, axis=1).max())
@@ -106,7 +106,7 @@ class ConfidenceBand:
             optima(data, coeffs) if spread else (np.zeros(1), rewards.mean()[None])
         )
         self.resampled: list[tuple[Array, Array]] = []
-        random = np.random.default_rng(seed)
+        random = np.random.default_rng(0)
         draws = min(draws, max(20, int(1e8 / (data.size * NUM_POINTS)))) if spread else 0  # seconds
         for _ in range(draws):
             if self.binary:
@@ -183,10 +183,8 @@ def _kl_at(value: float, values: Array, kls: Array) -> float:
     return float(np.interp(value, values, np.sqrt(kls)) ** 2)
 
 
-def efficiency_error(
-    samples: Array, value: Array, kl: Array, *, draws: int = 200, seed: int = 0
-) -> float:
-    """Return the standard error of an efficiency: its standard deviation over resampled prompts.
+def efficiency_error(samples: Array, value: Array, kl: Array) -> float:
+    """Return the standard error of an efficiency: its deviation over 200 resampled sets of prompts.
 
     `samples` [P, n] are rewards of the reference, `value` and `kl` [P] means of the policy's
     responses to the same prompts. A resampled prompt keeps its responses, so the error includes
@@ -197,8 +195,8 @@ def efficiency_error(
     data = samples.mean(1) if binary else samples
     kls, values = optima_by_prompt(data, spread * COEFFS)  # [N, P]
     count = len(samples)
-    shares = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), draws)
-    shares = shares / count  # [draws, P]
+    draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), 200)
+    shares = draws / count  # [200, P]
     means = zip(shares @ value, shares @ kl, shares @ values.T, shares @ kls.T, strict=True)
     ratios = [
         _kl_at(reward, rewards, np.maximum(least, 0.0)) / spent
