@@ -2,9 +2,7 @@
 
 The same env and collect as training; only the rows, the temperature and the streams differ.
 Ranks share the rows, evenly or not. Accuracy is also reported per row label. Dropped responses are
-excluded. kl/efficiency is how much of its KL a policy needed (docs/kl.md), from responses of the
-reference: sampled before training (eval.frontier) or later (mode=frontier), see frontier.json.
-eval/kl_forward is how far the policy has moved where the reference writes (forgetting.py).
+excluded. The KL metrics: docs/kl.md.
 """
 
 import math

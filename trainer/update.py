@@ -33,8 +33,6 @@ from trainer.runtime import Runtime
 PLANNED = batch_keys(
     ("tokens", "full"), ("masks", "all_attention_mask"), "loss_mask", "temperature", "group_id"
 )
-# Keys that the update and the scorer read; the objective adds `objective.reads`.
-SCORED = (*PLANNED, *batch_keys("ref_states"))
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,8 @@ class Update:
         planned = batch.select(*PLANNED, "teachers", strict=False).to("cpu")
         once = self._plan(planned)
         plan = once * self.epochs
-        batch = batch.select(*SCORED, *Leash.loss_reads, *self.objective.reads, strict=False)
+        reads = (*PLANNED, "ref_states", *Leash.loss_reads, *self.objective.reads)
+        batch = batch.select(*reads, strict=False)
         self.scorer.train()
         exact = self.leash.exact_leash
         if exact is not None and exact.where == "sequence" and exact.coeff != 0:
