@@ -99,16 +99,13 @@ class LeashNames(NamedTuple):
 
 LEASHES = {
     "ref": LeashNames(
-        "kl",
-        *batch_keys(("ref_log_probs", "full"), "kl_penalty", "kl_coeff_in_loss"),
-        "kl",
-        "kl/coeff",
+        "kl", ("ref_log_probs", "full"), "kl_penalty", "kl_coeff_in_loss", "kl", "kl/coeff"
     ),
     "teacher": LeashNames(
         "teacher",
-        *batch_keys(
-            ("teacher_log_probs", "full"), "teacher_kl_penalty", "teacher_kl_coeff_in_loss"
-        ),
+        ("teacher_log_probs", "full"),
+        "teacher_kl_penalty",
+        "teacher_kl_coeff_in_loss",
         "kl_teacher",
         "kl/teacher_coeff",
     ),
