@@ -154,7 +154,7 @@ class Evaluate:
             if kind == "before":
                 responses = sample(self, efficiency.samples, on_progress)
                 efficiency.begin(responses, write=self.runtime.is_main)
-            on_batch = efficiency.keep_scores(on_batch)
+            efficiency.responses = {}
         with self.generator.sampling():
             scores, records = self._play(iteration, kind, on_progress, on_batch)
         if efficiency is not None:
@@ -186,6 +186,8 @@ class Evaluate:
             for batch, part in self._batches(name, size, generator, **options):
                 on_batch(name, batch, part)
                 self._count(sums, batch, part)
+                if name == "sampled" and self.efficiency is not None:
+                    self.efficiency.responses |= scores_by_row(batch, part)
                 if first and kind == "before":
                     otherwise.update(right_otherwise(self.task, batch))
                 if first:  # the first response to each row
