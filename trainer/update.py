@@ -197,9 +197,8 @@ class Update:
         """Return row lists within the token bound by reference; None: one for all rows."""
         out, every = {}, torch.ones(len(batch), dtype=torch.bool)  # [B]
         for name in self.references:
-            mine = (
-                (every if name is None else batch.get(("teachers", name))).nonzero().squeeze(-1)
-            )  # [b]
+            chosen = every if name is None else batch.get(("teachers", name))  # [B]
+            mine = chosen.nonzero().squeeze(-1)  # [b]
             part = batch[mine]
             options = {"group_id": part.get("group_id", None), "padded": not self.packing}
             attention = part.get(("masks", "all_attention_mask"))
