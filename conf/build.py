@@ -4,7 +4,7 @@ import difflib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -160,24 +160,17 @@ def check_task_cells(task: Any, cells: Section | None) -> None:
         find_target("trainer.kl.cells.check_cells")(task.rows("train"), **cells)
 
 
-def controller_arguments(kl: Section) -> tuple[Callable[..., Any], list[str]]:
-    """Return the maker of kl.controller and the keys of kl.* that are its arguments."""
-    named = kl["controller"]
-    make = find_target(named["_target_"]) if isinstance(named, Mapping) else CONTROLLERS[named]
-    names, _ = arguments_of(make)
-    return make, [name for name in names if name in kl]
-
-
 def make_controller(kl: Section, section: str = "kl", **facts: Any) -> KLControllerBase:
     """Build the controller of kl.controller; torch-free.
 
     It gets the keys of kl.* and the `facts` of the run (see CONTROLLERS) that are its arguments.
     `section`: "kl" or "teacher", for messages. Raise ValueError if a key is missing.
     """
-    make, names = controller_arguments(kl)
     controller = kl["controller"]
     node = controller if isinstance(controller, Mapping) else {}
-    keys = {name: kl[name] for name in names if name not in node}
+    make = find_target(node["_target_"]) if node else CONTROLLERS[controller]
+    names, _ = arguments_of(make)
+    keys = {name: kl[name] for name in names if name in kl and name not in node}
     for name, parameter in inspect.signature(make).parameters.items():
         if name in keys and keys[name] is None and parameter.default is parameter.empty:
             text = f"{section}.controller={controller} needs {section}.{name}, got none"

@@ -5,14 +5,12 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from itertools import chain
 from typing import Any
 
 from conf import schema
 from conf.build import (
     cells_of,
     check_task_cells,
-    controller_arguments,
     data_arguments,
     facts_of,
     find_target,
@@ -25,7 +23,6 @@ from envs.rows import is_file
 from envs.transforms import is_kl_transform
 from policies.models.find import no_model
 from policies.optional_packages import EXTRAS, package_of
-from trainer.kl.controllers import CONTROLLERS
 from trainer.kl.estimators import check_place, find_estimator
 from trainer.runs.run_files import PREFIX, flatten
 from trainer.stopping import read_rule
@@ -170,7 +167,8 @@ def _retain(held_out: Config) -> Iterator[str]:
     if (data := held_out["retain"]) is None:
         return
     if not held_out["forward_kl"]:
-        yield f"eval.retain={data} is for eval.forward_kl, got 0; set eval.forward_kl=1"
+        remedy = "set eval.forward_kl=1, or eval.retain=null"
+        yield f"eval.retain={data} is for eval.forward_kl, got 0; {remedy}"
     elif all(map(is_file, [data] if isinstance(data, str) else data)):
         find_target("envs.tasks.dataset.prompts_to_retain")(data)  # raises a fault
 
@@ -191,32 +189,16 @@ def _leash(cfg: Config) -> Iterator[str]:
     if isinstance(teacher["reference"], dict) and teacher["hint"] is not None:
         yield "teacher.hint is for one teacher; leave it out"
     for section in ("kl", "teacher") if has_teacher(cfg) else ("kl",):
-        yield from _charge(cfg, section)
+        own, name = cfg[section], cfg[section]["estimator"]
+        if isinstance(name, str):
+            options = {"allow_biased": own["allow_biased"], "section": section}
+            check_place(own["where"], name, **options)  # raises a fault, like the next line
+        make_controller(own, section, **facts_of(cfg))
         yield from _hint(cfg, section)
     if make_controller(kl, **facts_of(cfg)).follows_kl and not kl["measure"]:
         yield f"kl.controller={kl['controller']} follows the measured KL; set kl.measure=true"
     if max(kl["coeff"], kl["end"] or 0) > 0 and not kl["measure"]:
         yield f"kl.coeff={kl['coeff']} needs the reference; set kl.measure=true"
-
-
-def _charge(cfg: Config, section: str) -> Iterator[str]:
-    """Yield the faults between the keys of a KL that say where and how it counts."""
-    kl = cfg[section]
-    try:
-        if isinstance(kl["estimator"], str):
-            options = {"allow_biased": kl["allow_biased"], "section": section}
-            check_place(kl["where"], kl["estimator"], **options)
-        make_controller(kl, section, **facts_of(cfg))
-    except ValueError as error:
-        yield str(error)
-        return
-    _, taken = controller_arguments(kl)
-    arguments = {name: controller_arguments({**kl, "controller": name})[1] for name in CONTROLLERS}
-    for key in dict.fromkeys(chain(*arguments.values())):
-        if key not in taken and kl[key] != schema.declared()[section][key].default:
-            owners = " or ".join(name for name, keys in arguments.items() if key in keys)
-            text = f"{section}.{key} is for {section}.controller={owners}"
-            yield f"{text}, got {kl['controller']}; leave it out"
 
 
 def _hint(cfg: Config, section: str) -> Iterator[str]:
@@ -254,8 +236,7 @@ def _no_responses(cfg: Config) -> Iterator[str]:
         yield from _anchor(cfg)
     elif wrong:
         instead = " ".join(f"kl.{key}={schema.word(none[key])}" for key in wrong)
-        others = ", or take sft_own, sft_tiny or rm_tiny" if len(wrong) > 1 else ""
-        yield f"{text} to charge a KL on; give {instead}{others}"
+        yield f"{text} to charge a KL on; give {instead}"
     for key in ("target_kl", "entropy_coeff", "entropy_target", "after_rollout"):
         if algorithm[key]:
             yield f"{text}, which algorithm.{key} is for; leave it out"
@@ -373,5 +354,5 @@ def try_task(made_of: str, rows: str, rewards: bool) -> None:
     """Build a task, read the rows of algorithm.rows; raise ValueError with the first fault."""
     node, cells = json.loads(made_of)
     method = None if rows == "prompts" else rows  # the task's method that returns the rows
-    options = {"rows": method, "rewards": rewards, "more": partial(check_task_cells, cells=cells)}
-    check_task(partial(make_task, node), node["task"]["_target_"], **options)
+    make, target = partial(make_task, node), node["task"]["_target_"]
+    check_task_cells(check_task(make, target, rows=method, rewards=rewards), cells)

@@ -75,9 +75,6 @@ def _of_run(cfg: DictConfig, words: Sequence[str]) -> dict[str, Any]:
         instead["env"] = compose_checked(["env=sort_digits"])["env"]
     elif not cfg.output_dir:
         instead["output_dir"] = str(folder)
-    typed = any(word.lstrip("+").startswith("eval.forward_kl=") for word in words)
-    if typed and cfg.eval.forward_kl == 0:
-        words = [*words, "eval.retain"]  # takes its value from `cfg`: null, unless it is typed
     config = resumed(str(folder), cfg, words, may=ALLOWED_OVERRIDES.get(mode, ()), **instead)
     if mode != "frontier":
         if not has_weights(folder):

@@ -30,6 +30,7 @@ from conf.build import (
 from conf.check import walk
 from conf.schema import FOLDER, all_keys, changed, word
 from envs.rewards.validate import in_one_line
+from trainer.kl.controllers import CONTROLLERS
 from trainer.runs.failures import REFUSED, Refused, headline
 from trainer.surrogates import SURROGATES, find_surrogate
 
@@ -288,7 +289,10 @@ def _takers(key: str, config: Section) -> str:
     takers = []
     if section == "teacher" and not has_teacher(config):
         takers = ["teacher.reference=<model>"]
-    if section == "algorithm":
+    elif section in ("kl", "teacher"):
+        owners = [each for each, make in CONTROLLERS.items() if name in arguments_of(make)[0]]
+        takers = [f"{section}.controller={each}" for each in owners]
+    elif section == "algorithm":
         rows = SURROGATES.items()
         takers = [f"algorithm.surrogate={each}" for each, row in rows if name in row.keys]
         files = [yaml.safe_load(path.read_text()) for path in (FOLDER / "algorithm").glob("*.yaml")]

@@ -25,14 +25,16 @@ def train(cfg: DictConfig, folder: Path, observers: Sequence[Any] = ()) -> float
     """Execute the mode of a run; return the sweep metric (preflight: number of problems)."""
     # These import torch, which the parent process does not.
     from policies.load import resolve_autocast
-    from trainer.modes import dry_run, run_mode
+    from trainer.modes import run_mode
     from trainer.runs.versions import about_machine
 
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     steps = cfg.trainer.num_iterations * cfg.algorithm.epochs * cfg.algorithm.minibatches
     parts = plan(config)
     if cfg.preflight_gpu:
-        return dry_run(parts, config, folder)
+        from trainer.scale.dry_run import cluster  # few runs have one
+
+        return cluster.run(parts, config, folder)
     runtime = parts.runtime(folder=folder, seed=cfg.seed)
     # Rank 0 decides (resume=auto): other ranks may look after rank 0 has created the folder.
     cfg.resume = config["resume"] = runtime.gather(cfg.resume)[0]

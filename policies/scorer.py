@@ -65,11 +65,6 @@ CHOSEN = ("num_experts_per_tok", "top_k_experts")  # experts per token; the seco
 POSITIONS = "max_position_embeddings, with longrope original_max_position_embeddings"
 
 
-def placement_of(part: Any) -> Placement:
-    """Return the placement of a policy's weights; an engine holds full weights."""
-    return getattr(getattr(part, "scorer", None), "placement", LOCAL)
-
-
 class Scorer(nn.Module):
     """Score sequences with a causal language model.
 
@@ -83,11 +78,6 @@ class Scorer(nn.Module):
         self, model: nn.Module, *, share_prompts: bool = True, autocast: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        if not hasattr(model, "config"):
-            raise ValueError(
-                "expected a causal language model of transformers, with a config, got "
-                f"{type(model).__name__}; derive the class from PreTrainedModel"
-            )
         self.model, self.autocast = model, autocast
         self.critic: Any = None  # a policies.critic.Critic, for values in the same forward
         self.temperature_factor = 1.0  # also divides the logits, for a teacher

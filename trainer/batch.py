@@ -21,7 +21,6 @@ class Entry(NamedTuple):
 
 BatchFunction = Callable[[TensorDictBase], TensorDictBase]
 
-MASKS = ("response", "assistant", "prompt", "attention")  # names of masks of tokens
 KEYS: dict[NestedKey, Entry] = {
     ("tokens", "full"): Entry("[B, T] int64", "the exact ids of all turns"),
     ("masks", "all_attention_mask"): Entry("[B, T] bool", "real tokens"),
@@ -100,16 +99,13 @@ class LeashNames(NamedTuple):
 
 LEASHES = {
     "ref": LeashNames(
-        "kl",
-        *batch_keys(("ref_log_probs", "full"), "kl_penalty", "kl_coeff_in_loss"),
-        "kl",
-        "kl/coeff",
+        "kl", ("ref_log_probs", "full"), "kl_penalty", "kl_coeff_in_loss", "kl", "kl/coeff"
     ),
     "teacher": LeashNames(
         "teacher",
-        *batch_keys(
-            ("teacher_log_probs", "full"), "teacher_kl_penalty", "teacher_kl_coeff_in_loss"
-        ),
+        ("teacher_log_probs", "full"),
+        "teacher_kl_penalty",
+        "teacher_kl_coeff_in_loss",
         "kl_teacher",
         "kl/teacher_coeff",
     ),
@@ -147,13 +143,11 @@ def named_mask(batch: TensorDictBase, name: str) -> Tensor:
     """Return the mask of tokens with this name, [B, T].
 
     response: all sampled tokens; prompt: the sampled tokens of the last turn, because all before is
-    its prompt; assistant: the assistant's messages, also those in the data; attention: all tokens.
+    its prompt; assistant: the assistant's messages, also those in the data.
     """
-    if name not in MASKS:
-        raise ValueError(f"expected a mask among {MASKS}, got {name!r}")
     if name != "prompt":
-        return batch.get(("masks", f"all_{name}_mask"))
-    sampled = batch.get(("masks", "all_response_mask"))  # [B, T]
+        return batch["masks", f"all_{name}_mask"]
+    sampled = batch.get(RESPONSE)  # [B, T]
     begins = sampled.clone()
     begins[:, 1:] &= ~sampled[:, :-1]
     turn = begins.cumsum(-1)  # [B, T] number of each token's turn, from 1

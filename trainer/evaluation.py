@@ -2,9 +2,7 @@
 
 The same env and collect as training; only the rows, the temperature and the streams differ.
 Ranks share the rows, evenly or not. Accuracy is also reported per row label. Dropped responses are
-excluded. kl/efficiency is the share of its KL that a policy needed (docs/kl.md), from responses of
-the reference, sampled before training (eval.frontier) or later (mode=frontier): frontier.json.
-eval/kl_forward is how far the policy has moved where the reference writes (forgetting.py).
+excluded. The KL metrics: docs/kl.md.
 """
 
 import math
@@ -118,10 +116,9 @@ class Evaluate:
         options = {"on_progress": lambda part: on_progress(part, label), "on_batch": on_batch}
         player(0, kind=kind, **options)
 
-    def plan(self, name: str, samples: int, temperature: float) -> tuple[str, ChatEnv, Generator]:
-        """Return the name, an env of `samples` responses per row, a generator at `temperature`."""
-        generator = self.generator.at_temperature(temperature)
-        return name, self.env.with_group_size(samples), generator
+    def plan(self, name: str, samples: int, temperature: float) -> tuple[str, int, Generator]:
+        """Return the name, the number of responses per row, a generator at `temperature`."""
+        return name, samples, self.generator.at_temperature(temperature)
 
     def set_rows(self, rows: Sequence[dict[str, Any]]) -> None:
         """Evaluate on these rows."""
@@ -136,7 +133,7 @@ class Evaluate:
     def about(self) -> str:
         """Describe an evaluation: "40 prompts x 8 samples, greedy"."""
         ways = {"sampled": "x {} samples", "greedy": "greedy"}
-        played = [ways[name].format(env.group_size) for name, env, _ in self.plans]
+        played = [ways[name].format(size) for name, size, _ in self.plans]
         return f"{len(self.rows)} prompts {', '.join(played)}".rstrip()
 
     def __call__(
@@ -157,7 +154,7 @@ class Evaluate:
             if kind == "before":
                 responses = sample(self, efficiency.samples, on_progress)
                 efficiency.begin(responses, write=self.runtime.is_main)
-            on_batch = efficiency.keep_scores(on_batch)
+            efficiency.responses = {}
         with self.generator.sampling():
             scores, records = self._play(iteration, kind, on_progress, on_batch)
         if efficiency is not None:
@@ -176,10 +173,10 @@ class Evaluate:
         """Play all plans; return metrics over all ranks, and a record of each row of this one."""
         metrics, kls = dict[str, float](), dict[str, float]()
         records: list[dict[str, Any]] = []
-        per_row = sum(env.group_size for _, env, _ in self.plans)
+        per_row = sum(size for _, size, _ in self.plans)
         done = 0  # responses to each row by earlier plans
-        for name, env, generator in self.plans:
-            first, size = done == 0, env.group_size
+        for name, size, generator in self.plans:
+            first = done == 0
 
             def on_fraction(fraction: float, done: int = done, size: int = size) -> None:
                 progress((done + size * fraction) / per_row)
@@ -189,6 +186,8 @@ class Evaluate:
             for batch, part in self._batches(name, size, generator, **options):
                 on_batch(name, batch, part)
                 self._count(sums, batch, part)
+                if name == "sampled" and self.efficiency is not None:
+                    self.efficiency.responses |= scores_by_row(batch, part)
                 if first and kind == "before":
                     otherwise.update(right_otherwise(self.task, batch))
                 if first:  # the first response to each row
@@ -270,7 +269,7 @@ class Evaluate:
 
         Plans with fewer samples per row get more rows: all batches have one size.
         """
-        size = self.prompts_per_batch * max(env.group_size for _, env, _ in self.plans) // samples
+        size = self.prompts_per_batch * max(count for _, count, _ in self.plans) // samples
         local = list(range(len(self.rows)))[self.runtime.rank :: self.runtime.ranks]
         most = math.ceil(len(self.rows) / self.runtime.ranks)
         for start in range(0, most, size):

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Term = Callable[..., "Tensor"]  # function of curr, gen, r, advantage and a ClipRange
+Mask = Callable[..., "Tensor"]  # the same without r
 MAX_LOG_RATIO = 20.0  # nats; exp(20) = 4.9e8 exceeds every clip; exp(89) overflows float32
 
 
@@ -177,21 +180,26 @@ def moves_away(curr: Tensor, gen: Tensor, advantage: Tensor) -> Tensor:
     return (curr > gen) & (advantage > 0) | (curr < gen) & (advantage < 0)
 
 
-def is_past_tv(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
-    """Return the mask of tokens without a gradient in `tv_mask_term`, bool."""
-    return _masked(binary_tv(gen, curr) > clip.tv, curr, gen, r, advantage, clip)
+def past_tv(curr: Tensor, gen: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
+    """Return the mask of tokens with `binary_tv` above `tv` that the update `moves_away`, bool.
+
+    DPPO (arXiv 2602.04879) eq. 11 to 13. Compared with clipping, the probability of a rare token
+    may grow by a larger factor, and the probability of a likely token may fall less.
+
+    >>> import torch
+    >>> curr, gen = torch.tensor([1e-3, 0.8]).log(), torch.tensor([1e-5, 0.99]).log()
+    >>> past_tv(curr, gen, torch.tensor([1.0, -1.0]), ClipRange()).tolist()
+    [False, True]
+    """
+    return (binary_tv(gen, curr) > clip.tv) & moves_away(curr, gen, advantage)
 
 
-def is_past_kl(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
-    """Return the mask of tokens without a gradient in `kl_mask_term`, bool."""
-    return _masked(binary_kl(gen, curr) > clip.kl, curr, gen, r, advantage, clip)
+def past_kl(curr: Tensor, gen: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
+    """Return the mask of tokens with `binary_kl` above `kl` that the update `moves_away`, bool.
 
-
-def _masked(
-    far: Tensor, curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
-) -> Tensor:
-    masked = far & moves_away(curr, gen, advantage)
-    return masked if clip.most is None else masked | (r > clip.most) & (advantage < 0)
+    DPPO (arXiv 2602.04879) eq. 14.
+    """
+    return (binary_kl(gen, curr) > clip.kl) & moves_away(curr, gen, advantage)
 
 
 def both_kls(gen: Tensor, curr: Tensor) -> Tensor:
@@ -199,62 +207,33 @@ def both_kls(gen: Tensor, curr: Tensor) -> Tensor:
     return binary_kl(gen, curr).maximum(binary_kl(curr, gen))
 
 
-def is_past_both(
-    curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
-) -> Tensor:
-    """Return the mask of tokens without a gradient in `kpop_term`, bool."""
-    return both_kls(gen, curr) > clip.kl
-
-
-def kpop_term(curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
-    """Return -r A, or 0 if `both_kls` is above `kl`, whatever the sign of A.
+def past_both(curr: Tensor, gen: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
+    """Return the mask of tokens with `both_kls` above `kl`, whatever the sign of A, bool.
 
     KPop (Guo et al., Ant Group, https://ringtech.notion.site/kpop), as in AReaL, prime-rl and verl,
     where the bound is 0.1 nats.
-
-    >>> import torch
-    >>> curr, gen = torch.tensor([0.5, 1e-4]).log(), torch.tensor([0.4, 0.2]).log()
-    >>> r, advantage = token_ratio(curr, gen), torch.ones(2)
-    >>> (kpop_term(curr, gen, r, advantage, ClipRange(kl=0.1)) == 0).tolist()
-    [False, True]
     """
-    return (-r * advantage).masked_fill(is_past_both(curr.detach(), gen, r, advantage, clip), 0.0)
+    return both_kls(gen, curr) > clip.kl
 
 
-def tv_mask_term(
-    curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
+def masked_term(
+    past: Mask, curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
 ) -> Tensor:
-    """Return -r A, or 0 if `binary_tv` is above `tv` and the token `moves_away`.
-
-    DPPO (arXiv 2602.04879) eq. 11 to 13. Compared with clipping, the probability of a rare token
-    may grow by a larger factor, and the probability of a likely token may fall less.
-
-    >>> import torch
-    >>> curr, gen = torch.tensor([1e-3, 0.8]).log(), torch.tensor([1e-5, 0.99]).log()
-    >>> r, advantage = token_ratio(curr, gen), torch.tensor([1.0, -1.0])
-    >>> (tv_mask_term(curr, gen, r, advantage, ClipRange()) == 0).tolist()
-    [False, True]
-    """
-    return _masked_term(binary_tv(gen, curr.detach()) > clip.tv, curr, gen, r, advantage, clip)
-
-
-def kl_mask_term(
-    curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
-) -> Tensor:
-    """Return -r A, or 0 if `binary_kl` is above `kl` and the token `moves_away` (DPPO eq. 14)."""
-    return _masked_term(binary_kl(gen, curr.detach()) > clip.kl, curr, gen, r, advantage, clip)
-
-
-def _masked_term(
-    far: Tensor, curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
-) -> Tensor:
+    """Return -r A, or 0 where `past` masks; if A < 0, `most` bounds r from above."""
     if clip.most is not None:
         r = r.clamp(max=clip.most).where(advantage < 0, r)
-    return (-r * advantage).masked_fill(far & moves_away(curr, gen, advantage), 0.0)
+    return (-r * advantage).masked_fill(past(curr.detach(), gen, advantage, clip), 0.0)
+
+
+def is_masked(
+    past: Mask, curr: Tensor, gen: Tensor, r: Tensor, advantage: Tensor, clip: ClipRange
+) -> Tensor:
+    """Return the mask of tokens without a gradient in `masked_term`, bool."""
+    masked = past(curr, gen, advantage, clip)  # [B, T]
+    return masked if clip.most is None else masked | (r > clip.most) & (advantage < 0)
 
 
 RATIOS = {"token": token_ratio, "sequence": sequence_ratio}
-Term = Callable[..., "Tensor"]  # function of curr, gen, r, advantage and a ClipRange
 
 
 @dataclass(frozen=True)
@@ -280,21 +259,21 @@ SURROGATES = {
     "cispo": Surrogate(cispo_term, is_outside, keys=("clip_low", "clip_high", "ratio")),
     "reinforce": Surrogate(reinforce_term, one_step=True),
     "tv_mask": Surrogate(
-        tv_mask_term,
-        is_past_tv,
+        partial(masked_term, past_tv),
+        partial(is_masked, past_tv),
         keys=("tv_bound", "dual_clip", "ratio"),
         divergence=("policy/tv_max", binary_tv),
     ),
     "kl_mask": Surrogate(
-        kl_mask_term,
-        is_past_kl,
+        partial(masked_term, past_kl),
+        partial(is_masked, past_kl),
         keys=("kl_bound", "dual_clip", "ratio"),
         divergence=("policy/binary_kl_max", binary_kl),
     ),
     "kpop": Surrogate(
-        kpop_term,
-        is_past_both,
-        keys=("kl_bound", "ratio"),
+        partial(masked_term, past_both),
+        partial(is_masked, past_both),
+        keys=("kl_bound", "dual_clip", "ratio"),
         divergence=("policy/binary_kl_max", both_kls),
     ),
 }
@@ -355,13 +334,5 @@ def masked_rows(
 
 
 def find_surrogate(surrogate: str | Surrogate) -> Surrogate:
-    """Return the surrogate with this name; a `Surrogate` is returned as it is.
-
-    Raise ValueError for an unknown name.
-    """
-    if isinstance(surrogate, Surrogate):
-        return surrogate
-    if surrogate not in SURROGATES:
-        text = f"one of {', '.join(SURROGATES)} or a trainer.surrogates.Surrogate"
-        raise ValueError(f"expected algorithm.surrogate to be {text}, got {surrogate!r}")
-    return SURROGATES[surrogate]
+    """Return the surrogate with this name; a `Surrogate` is returned as it is."""
+    return SURROGATES[surrogate] if isinstance(surrogate, str) else surrogate

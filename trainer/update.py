@@ -33,8 +33,6 @@ from trainer.runtime import Runtime
 PLANNED = batch_keys(
     ("tokens", "full"), ("masks", "all_attention_mask"), "loss_mask", "temperature", "group_id"
 )
-# Keys that the update and the scorer read; the objective adds `objective.reads`.
-SCORED = (*PLANNED, *batch_keys("ref_states"))
 
 
 @dataclass(frozen=True)
@@ -122,11 +120,14 @@ class Update:
         planned = batch.select(*PLANNED, "teachers", strict=False).to("cpu")
         once = self._plan(planned)
         plan = once * self.epochs
-        batch = batch.select(*SCORED, *Leash.loss_reads, *self.objective.reads, strict=False)
+        reads = (*PLANNED, "ref_states", *Leash.loss_reads, *self.objective.reads)
+        batch = batch.select(*reads, strict=False)
         self.scorer.train()
-        if self.leash.looks_ahead:
+        exact = self.leash.exact_leash
+        if exact is not None and exact.where == "sequence" and exact.coeff != 0:
             ids = planned.get("group_id", torch.arange(batch.batch_size[0]))
-            batch.set("later_kl", later_kl(self._exact_kl(batch, once), batch["loss_mask"], ids))
+            kl = self._kl(exact, batch, once)  # [B, T]
+            batch.set("later_kl", later_kl(kl, batch["loss_mask"], ids))
         log, first = _Log(), _Log()
         start, not_taken = self.step, 0
         for number, minibatch in enumerate(plan):
@@ -196,9 +197,8 @@ class Update:
         """Return lists of rows within the token bound, by reference; None: one for all rows."""
         out, every = {}, torch.ones(len(batch), dtype=torch.bool)  # [B]
         for name in self.references:
-            mine = (
-                (every if name is None else batch.get(("teachers", name))).nonzero().squeeze(-1)
-            )  # [b]
+            chosen = every if name is None else batch.get(("teachers", name))  # [B]
+            mine = chosen.nonzero().squeeze(-1)  # [b]
             part = batch[mine]
             options = {"group_id": part.get("group_id", None), "padded": not self.packing}
             attention = part.get(("masks", "all_attention_mask"))
@@ -237,10 +237,10 @@ class Update:
         return not too_far
 
     @torch.no_grad()
-    def _exact_kl(self, batch: TensorDictBase, plan: list[Minibatch]) -> Tensor:
+    def _kl(self, leash: Leash, batch: TensorDictBase, plan: list[Minibatch]) -> Tensor:
         """Return the exact KL of each token by the weights before the first step, [B, T]."""
         found = [  # [b, T] of each micro-batch
-            self.leash.exact_kl(self._scores(part, planned), part)
+            leash.kl(self._scores(part, planned), part)
             for minibatch in plan
             for part, planned in minibatch.parts(batch)
         ]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from policies.load import weights_of
 from policies.protocols import EngineGenerator, Generator, Policy
-from policies.scorer import placement_of
+from policies.scorer import LOCAL
 
 MIN_MOVE = 0.01  # the engine must change if the policy moves by more than this * tolerance
 
@@ -108,7 +108,7 @@ def _check_arrived(
 @torch.no_grad()
 def _log_probs(policy: Policy | EngineGenerator, probe: Tensor) -> Tensor:
     ids = probe.to(policy.device)
-    with placement_of(policy).forwards(1):
+    with getattr(policy.scorer, "placement", LOCAL).forwards(1):  # an engine has no placement
         return policy.scorer(ids, torch.ones_like(ids, dtype=torch.bool)).log_probs.cpu()
 
 

@@ -42,18 +42,11 @@ def _only_tried(part: Any) -> Any:
     return part
 
 
-def check_task(
-    make: Callable[[], Any],
-    name: str,
-    *,
-    rows: str | None,
-    rewards: bool,
-    more: Callable[[Task], None],
-) -> None:
+def check_task(make: Callable[[], Any], name: str, *, rows: str | None, rewards: bool) -> Task:
     """Build a task and read its rows; raise ValueError with the first fault, in one line.
 
     `rows`: the method that a source of demonstrations or preferences calls; `rewards`: whether the
-    task must reward responses; `more`: checks the task with its rows.
+    task must reward responses.
     """
     try:
         task = make()
@@ -65,15 +58,14 @@ def check_task(
             _check_rows(task.rows(split), f"{name}, rows({split!r})")
         if rows:
             _check_rows(getattr(task, rows, list)(), f"{name}, {rows}()")
-        more(task)
         if rewards and not rewards_anything(task):
             remedy = "override reward(row, response), give env.rewards, or set eval.num_samples=0"
             why = "expected rewards, which GRPO, PPO and evaluations need, got none"
             raise ValueError(f"{why}; {remedy} eval.greedy=false")
+        return task
     except Exception as error:  # a task is user code
         text = in_one_line(error)
-        named = text.startswith(("env.", "kl.", "teacher."))
-        raise ValueError(text if named else f"{name}: {text}") from error
+        raise ValueError(text if text.startswith("env.") else f"{name}: {text}") from error
 
 
 def _check_rows(rows: Any, name: str) -> None:

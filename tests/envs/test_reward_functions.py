@@ -210,8 +210,9 @@ def test_evaluation_leaves_dropped_rows_out():
     task = Rewarded(Words(), {"judge": Failing(0, on_error="drop_group")})
     scores, _ = Evaluate(task=task, env=ChatEnv(task), greedy=False, **options)(0)
     whole = Evaluate(task=Words(), env=ChatEnv(Words()), greedy=False, **options)
-    _, env, policy = whole.plans[0][:3]
-    batch = collect(whole._prompts(list(range(len(whole.rows)))), env, policy)
+    _, size, policy = whole.plans[0]
+    prompts, env = whole._prompts([*range(len(whole.rows))]), whole.env.with_group_size(size)
+    batch = collect(prompts, env, policy)
     rewards, right = batch["reward_raw"].sum(-1)[2:], batch["success"][2:].float()
     assert scores["eval/reward"] == pytest.approx(float(rewards.mean()) + 1.0)
     assert scores["eval/sampled_accuracy"] == pytest.approx(float(right.mean()))

@@ -4,17 +4,14 @@ The reference responded to the same rows before training (eval.frontier) or late
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tensordict import TensorDictBase
 
 from policies.files import write_text
 from trainer.kl.frontier import ACCURACY, EVAL_KL, Frontier, efficiency_error, read_frontier
 from trainer.kl.split import split
-from trainer.metrics import scores_by_row
 
 NAMES = "reward", "success", "kl"  # scores of a response
 
@@ -28,24 +25,13 @@ class Efficiency:
     def __init__(self, samples: int, path: Path) -> None:
         self.samples, self.path = samples, path
         self.frontier: Frontier | None = None
-        self.responses: dict[int, dict[str, list]] = {}  # row -> scores of this rank's responses
+        self.responses: dict[int, dict[str, list]] = {}  # row -> scores of its sampled responses
 
     def begin(self, responses: dict[str, Any], *, write: bool) -> None:
         """Take the reference's responses to each row (evaluation.sample); write the file."""
         self.frontier = Frontier.of_samples(responses)
         if self.frontier is not None and write:
             write_text(self.path, json.dumps({"samples": self.samples, **responses}))
-
-    def keep_scores(self, on_batch: Callable[..., None]) -> Callable[..., None]:
-        """Return `on_batch`, which also keeps the scores of the sampled responses."""
-        self.responses = {}
-
-        def keep(name: str, batch: TensorDictBase, rows: list[int]) -> None:
-            if name == "sampled":
-                self.responses |= scores_by_row(batch, rows)
-            on_batch(name, batch, rows)
-
-        return keep
 
     def __call__(
         self, scores: dict[str, float], rows: int, responses: dict[int, dict[str, list]]

@@ -49,17 +49,6 @@ class Curve:
     high: Array
 
 
-def optimum(rewards: Array, coeff: float) -> tuple[float, float]:
-    """Return KL and mean reward of the best policy at a coefficient > 0; `rewards` [P, n].
-
-    >>> kl, reward = optimum(np.array([[0.0, 1.0]]), 1.0)  # a reference that is right half the time
-    >>> math.isclose(reward, math.e / (1 + math.e)), round(kl, 3)
-    (True, 0.111)
-    """
-    kl, reward = _optimum_by_prompt(rewards, coeff)
-    return float(kl.mean()), float(reward.mean())
-
-
 def _optimum_by_prompt(rewards: Array, coeff: float) -> tuple[Array, Array]:
     """Return KL and reward of the best policy at a coefficient, each [P]."""
     centre = rewards.mean(1, keepdims=True)  # [P, 1]; the KL depends on differences only
@@ -106,7 +95,7 @@ class ConfidenceBand:
     least 90 % of these frontiers reach it.
     """
 
-    def __init__(self, rewards: Array, *, draws: int = 100, seed: int = 0) -> None:
+    def __init__(self, rewards: Array, *, draws: int = 100) -> None:
         count = rewards.shape[1]
         self.rewards, self.count = rewards, count
         spread = float(np.ptp(rewards, axis=1).max())
@@ -117,7 +106,7 @@ class ConfidenceBand:
             optima(data, coeffs) if spread else (np.zeros(1), rewards.mean()[None])
         )
         self.resampled: list[tuple[Array, Array]] = []
-        random = np.random.default_rng(seed)
+        random = np.random.default_rng(0)
         draws = min(draws, max(20, int(1e8 / (data.size * NUM_POINTS)))) if spread else 0  # seconds
         for _ in range(draws):
             if self.binary:
@@ -168,6 +157,10 @@ def optima(rewards: Array, coeffs: Array) -> tuple[Array, Array]:
     """Return KL and mean reward of the reference, then of the optimum at each coefficient.
 
     `rewards` [P, n], or pass rates [P] if rewards are 0 or 1.
+
+    >>> kl, reward = optima(np.array([[0.0, 1.0]]), np.array([1.0]))  # right half the time
+    >>> math.isclose(reward[1], math.e / (1 + math.e)), round(float(kl[1]), 3)
+    (True, 0.111)
     """
     kl, value = optima_by_prompt(rewards, coeffs)
     return np.maximum(kl.mean(1), 0.0), value.mean(1)  # rounding may leave -1e-17
@@ -190,10 +183,8 @@ def _kl_at(value: float, values: Array, kls: Array) -> float:
     return float(np.interp(value, values, np.sqrt(kls)) ** 2)
 
 
-def efficiency_error(
-    samples: Array, value: Array, kl: Array, *, draws: int = 200, seed: int = 0
-) -> float:
-    """Return the standard error of an efficiency: its standard deviation over resampled prompts.
+def efficiency_error(samples: Array, value: Array, kl: Array) -> float:
+    """Return the standard error of an efficiency: its deviation over 200 resampled sets of prompts.
 
     `samples` [P, n] are rewards of the reference, `value` and `kl` [P] means of the policy's
     responses to the same prompts. A resampled prompt keeps its responses, so the error includes
@@ -204,8 +195,8 @@ def efficiency_error(
     data = samples.mean(1) if binary else samples
     kls, values = optima_by_prompt(data, spread * COEFFS)  # [N, P]
     count = len(samples)
-    shares = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), draws)
-    shares = shares / count  # [draws, P]
+    draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), 200)
+    shares = draws / count  # [200, P]
     means = zip(shares @ value, shares @ kl, shares @ values.T, shares @ kls.T, strict=True)
     ratios = [
         _kl_at(reward, rewards, np.maximum(least, 0.0)) / spent

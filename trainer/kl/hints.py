@@ -7,7 +7,6 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from policies.padding import pad, pad_mask, unpad
-from policies.scorer import max_positions
 from trainer.batch import RESPONSE
 from trainer.kl.cells import hinted
 
@@ -28,16 +27,10 @@ class Hint:
         sampled = batch.get(RESPONSE)  # [B, T]
         prompts = self._prompts(batch)
         responses = unpad(batch.get(("tokens", "full")), sampled)
-        pairs = zip(prompts, responses, strict=True)
-        ids = pad([torch.cat(pair) for pair in pairs])  # [B, t]
-        sizes = [len(each) for each in prompts]
-        total = [a + len(b) for a, b in zip(sizes, responses, strict=True)]
-        limit = max_positions(self.policy.scorer.model)
-        if limit is not None and max(total) > limit:
-            text = f"a chat with the hint has {max(total)} tokens, the model takes {limit}"
-            raise ValueError(f"{text}; shorten the hint or lower policy.max_prompt_tokens")
-        attention = pad_mask(total, device=ids.device)  # [B, t]
-        first = torch.tensor(sizes, device=ids.device).unsqueeze(-1)  # [B, 1]
+        rows = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+        ids = pad(rows)  # [B, t]
+        attention = pad_mask([*map(len, rows)], device=ids.device)  # [B, t]
+        first = torch.tensor([*map(len, prompts)], device=ids.device).unsqueeze(-1)  # [B, 1]
         response = attention & (torch.arange(ids.shape[1], device=ids.device) >= first)  # [B, t]
         masks = {"all_attention_mask": attention, "all_response_mask": response}
         out = TensorDict({"tokens": {"full": ids}, "masks": masks}, [len(ids)])

@@ -91,12 +91,6 @@ class Leash:
         return self.where != "reward" and self._estimator.needs == "vocabulary"
 
     @property
-    def looks_ahead(self) -> bool:
-        """Return whether the loss also counts the KL after a token (`later_kl`)."""
-        exact = self.exact_leash
-        return exact is not None and exact.where == "sequence" and exact.coeff != 0
-
-    @property
     def mixture(self) -> float:
         """Return the mixture of the exact divergence (`TokenDistribution.scores`)."""
         exact = self.exact_leash
@@ -149,14 +143,15 @@ class Leash:
         return {each.names.loss: each._loss_part(scores, batch) for each in charging}
 
     def _loss_part(self, scores: Scores, batch: TensorDictBase) -> Tensor:
-        kl = self._kl(scores, batch)  # [B, T]
+        kl = self.kl(scores, batch)  # [B, T]
         # Score-function gradient: the token also leads to later states. The value stays the KL.
         if self.where == "sequence":
             ratio = token_ratio(scores.log_probs, batch.get(("log_probs", "full")))  # [B, T]
             kl = kl + (ratio - ratio.detach()) * batch.get("later_kl")
         return self.coeff * kl
 
-    def _kl(self, scores: Scores, batch: TensorDictBase) -> Tensor:
+    def kl(self, scores: Scores, batch: TensorDictBase) -> Tensor:
+        """Return the KL of each token, [B, T], nats."""
         curr, gen = scores.log_probs, batch.get(("log_probs", "full"), None)  # [B, T]
         ref = batch.get(self.names.log_probs, None)  # [B, T]
         if gen is None and self.needs_reference:  # demonstrations have no log-probs of a sampler
@@ -169,12 +164,6 @@ class Leash:
             text = f"expected the term of {name} to be {[*curr.shape]} with a gradient"
             raise ValueError(f"{text}, got {[*kl.shape]}, requires_grad={kl.requires_grad}")
         return kl if self.cap is None else kl.clamp(max=self.cap)
-
-    @torch.no_grad()
-    def exact_kl(self, scores: Scores, batch: TensorDictBase) -> Tensor:
-        """Return the KL of each token by `exact_leash`, [B, T]."""
-        assert self.exact_leash is not None
-        return self.exact_leash._kl(scores, batch)
 
     def _missing(self, key: str) -> str:
         return f"{self.names.section}.where={self.where} needs {key}, got none; use RetrieveKL"
@@ -208,8 +197,6 @@ def later_kl(kl: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
     """
     kl = kl * mask  # [B, T]
     members = groups(group_id)  # P lists of G row indices
-    if len({*map(len, members)}) > 1:
-        raise ValueError(f"expected groups of one size, got {[*map(len, members)]} rows")
     order = send(torch.tensor([*chain(*members)], dtype=torch.int64), kl.device)  # [B]
     later, mask = (to_go(kl) - kl)[order], mask[order]  # [B, T]
     rows = mask.any(-1).view(len(members), -1)  # [P, G]

@@ -5,7 +5,6 @@ except "train" have a temporary run folder and write their results elsewhere.
 """
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.length_filter import drop_long_rows, find_unlearnt_end, name_unused
@@ -31,8 +30,3 @@ def run_mode(loop: "Trainer", settings: dict[str, Any]) -> float:
         out = float(import_module(f"trainer.modes.{name}").run(loop, settings))
     loop.runtime.write_status(objective=out)
     return out
-
-
-def dry_run(parts: Any, settings: dict[str, Any], folder: Path) -> float:
-    """Print what the GPUs of a run would hold; return the number of problems."""
-    return import_module("trainer.scale.dry_run.cluster").run(parts, settings, folder)

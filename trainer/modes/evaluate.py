@@ -82,7 +82,7 @@ def tally(
 
 def measure(loop: Trainer) -> dict[str, dict[str, float]]:
     """Evaluate the eval rows; return the metrics of each plan, "sampled" and "greedy"."""
-    samples = {name: env.group_size for name, env, _ in loop.evaluate.plans}
+    samples = {name: size for name, size, _ in loop.evaluate.plans}
     first = next(iter(samples))
     responses: dict[str, list] = {name: [] for name in samples}
 

@@ -26,7 +26,7 @@ from trainer.kl.frontier import (
     efficiency_error,
     least_kl,
     most_kl_of_best_of,
-    optimum,
+    optima,
 )
 from trainer.modes.frontier import run as sample_reference
 from trainer.pages.__main__ import main
@@ -76,14 +76,16 @@ def test_the_optimum_is_that_of_an_ascent_over_all_distributions(coeff):
         climber.step(loss)
     found = logits.log_softmax(-1).exp().detach().numpy()
     want = kl_and_reward(found, reference, rewards)
-    assert optimum(samples, coeff) == pytest.approx(want, abs=1e-6)
+    (_, kl), (_, reward) = optima(samples, np.array([coeff]))
+    assert (kl, reward) == pytest.approx(want, abs=1e-6)
 
 
 @given(st.lists(st.integers(1, 63), min_size=1, max_size=6), st.floats(0.1, 7.0))
 def test_of_right_and_wrong_only_pass_rates_matter(right, log_odds):
     success = np.array([[1.0] * k + [0.0] * (64 - k) for k in right])
     kl, accuracy = kl_of_rates(np.array(right) / 64, math.exp(log_odds))
-    assert optimum(success, 1 / log_odds) == pytest.approx((kl, accuracy), abs=1e-12)
+    (_, least), (_, reward) = optima(success, np.array([1 / log_odds]))
+    assert (least, reward) == pytest.approx((kl, accuracy), abs=1e-12)
     assert least_kl(success, accuracy) == pytest.approx(kl, abs=1e-5)
 
 

@@ -61,13 +61,6 @@ def test_a_hint_gives_the_scores_of_the_hinted_chat_to_the_tokens_of_the_policy(
     assert logged["kl/ref_full"] == pytest.approx(float(torch.stack(kl).mean()), rel=1e-5)
 
 
-def test_a_hint_of_a_cell_that_no_row_has_is_one_line_that_names_the_cells():
-    policy, env = double_policy(), ChatEnv(Words(), group_size=G)
-    batch = collect(prompts(), env, policy)
-    with pytest.raises(ValueError, match=r"messages, answer.*\{anwser\}"):
-        Hint("It is {anwser}.", env=env, policy=policy)(batch)
-
-
 @pytest.mark.runs
 def test_a_run_learns_from_the_start_policy_that_reads_the_answer(tmp_path):
     folder = tmp_path / "run"
