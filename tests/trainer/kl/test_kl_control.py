@@ -118,7 +118,6 @@ def test_a_budget_settles_at_its_target_from_any_price(target, coeff):
     [
         ("kl.controller=budget", "kl.target"),
         ("kl.controller=linear", "kl.end"),
-        ("kl.target=3", "kl.target"),
         ("kl.refresh_decay=0.5", "kl.refresh_every"),
         ("kl.refresh_every=1 kl.measure=false kl.coeff=0", "kl.measure"),
         ("kl.controller=adaptive kl.target=3 kl.measure=false kl.coeff=1", "kl.measure"),
