@@ -197,8 +197,13 @@ def _leash(cfg: Config) -> Iterator[str]:
         yield from _hint(cfg, section)
     if make_controller(kl, **facts_of(cfg)).follows_kl and not kl["measure"]:
         yield f"kl.controller={kl['controller']} follows the measured KL; set kl.measure=true"
-    if max(kl["coeff"], kl["end"] or 0) > 0 and not kl["measure"]:
-        yield f"kl.coeff={kl['coeff']} needs the reference; set kl.measure=true"
+    if _largest_coeff(kl) > 0 and not kl["measure"]:
+        yield f"kl.coeff={_largest_coeff(kl)} needs the reference; set kl.measure=true"
+
+
+def _largest_coeff(kl: Config) -> float:
+    """Return the largest coefficient that a constant or linear controller sets."""
+    return kl["coeff"] if kl["controller"] == "constant" else max(kl["coeff"], kl["end"] or 0)
 
 
 def _hint(cfg: Config, section: str) -> Iterator[str]:
@@ -223,7 +228,7 @@ def _distil(cfg: Config) -> Iterator[str]:
     for section, leash in leashes.items():
         if leash["where"] == "reward":
             yield f"algorithm=distil needs {section}.where=loss or sequence, got reward"
-    if not any(max(leash["coeff"], leash["end"] or 0) for leash in leashes.values()):
+    if not any(map(_largest_coeff, leashes.values())):
         wrong = " and ".join(f"{section}.coeff=0" for section in leashes)
         yield f"algorithm=distil learns from the KL alone, got {wrong}; leave it out"
 

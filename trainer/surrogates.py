@@ -334,5 +334,12 @@ def masked_rows(
 
 
 def find_surrogate(surrogate: str | Surrogate) -> Surrogate:
-    """Return the surrogate with this name; a `Surrogate` is returned as it is."""
-    return SURROGATES[surrogate] if isinstance(surrogate, str) else surrogate
+    """Return the surrogate with this name; a `Surrogate` is returned as it is.
+
+    Raise ValueError for anything else.
+    """
+    found = surrogate if isinstance(surrogate, Surrogate) else SURROGATES.get(surrogate)
+    if found is None:
+        text = f"one of {', '.join(SURROGATES)} or a trainer.surrogates.Surrogate"
+        raise ValueError(f"expected algorithm.surrogate to be {text}, got {surrogate!r}")
+    return found

@@ -115,8 +115,15 @@ ESTIMATORS: dict[str, Estimator] = {  # k1, k2, k3: Schulman 2020, "Approximatin
 
 
 def find_estimator(estimator: str | Estimator) -> Estimator:
-    """Return the estimator with this name; an `Estimator` is returned as it is."""
-    return ESTIMATORS[estimator] if isinstance(estimator, str) else estimator
+    """Return the estimator with this name; an `Estimator` is returned as it is.
+
+    Raise ValueError for anything else.
+    """
+    found = estimator if isinstance(estimator, Estimator) else ESTIMATORS.get(estimator)
+    if found is None:
+        text = f"one of {', '.join(ESTIMATORS)} or a trainer.kl.estimators.Estimator"
+        raise ValueError(f"expected kl.estimator to be {text}, got {estimator!r}")
+    return found
 
 
 def check_place(

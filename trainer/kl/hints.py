@@ -7,6 +7,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from policies.padding import pad, pad_mask, unpad
+from policies.scorer import max_positions
 from trainer.batch import RESPONSE
 from trainer.kl.cells import hinted
 
@@ -29,6 +30,10 @@ class Hint:
         responses = unpad(batch.get(("tokens", "full")), sampled)
         rows = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
         ids = pad(rows)  # [B, t]
+        limit = max_positions(self.policy.scorer.model)
+        if limit is not None and ids.shape[1] > limit:
+            text = f"a chat with the hint has {ids.shape[1]} tokens, the model takes {limit}"
+            raise ValueError(f"{text}; shorten the hint or lower policy.max_prompt_tokens")
         attention = pad_mask([*map(len, rows)], device=ids.device)  # [B, t]
         first = torch.tensor([*map(len, prompts)], device=ids.device).unsqueeze(-1)  # [B, 1]
         response = attention & (torch.arange(ids.shape[1], device=ids.device) >= first)  # [B, t]

@@ -197,6 +197,8 @@ def later_kl(kl: Tensor, mask: Tensor, group_id: Tensor) -> Tensor:
     """
     kl = kl * mask  # [B, T]
     members = groups(group_id)  # P lists of G row indices
+    if len(sizes := {*map(len, members)}) > 1:
+        raise ValueError(f"expected groups of one size, got groups of {sorted(sizes)} rows")
     order = send(torch.tensor([*chain(*members)], dtype=torch.int64), kl.device)  # [B]
     later, mask = (to_go(kl) - kl)[order], mask[order]  # [B, T]
     rows = mask.any(-1).view(len(members), -1)  # [P, G]

@@ -76,10 +76,11 @@ def nothing_left(config: Mapping[str, Any]) -> str | None:
     same = all(before.get(key) == config["trainer"][key] for key in ("stop_at", "patience"))
     if same and (why := status.get("ended")):
         return f"{folder} is finished at iteration {done}: {why}"
+    saved = any((folder / "checkpoints").glob("iteration_*"))
     if done == total:
-        more = "a larger trainer.num_iterations continues it"
-        return f"{folder} is finished: {done} of {total} iterations; {more}"
-    if not any((folder / "checkpoints").glob("iteration_*")):
+        more = "; a larger trainer.num_iterations continues it" if saved else ""
+        return f"{folder} is finished: {done} of {total} iterations{more}"
+    if not saved:
         text = f"{folder} is finished with {done} iterations and without a checkpoint"
         raise ValueError(f"{text}; start a new run with trainer.num_iterations={total}")
     return None

@@ -123,3 +123,9 @@ def test_a_baseline_by_place_adds_no_bias_and_the_exact_kl_of_later_states_has_l
     for mean in means:
         assert torch.allclose(mean, want, rtol=1e-9, atol=1e-12)
     assert variances[0] > variances[1] > 2 * variances[2]
+
+
+def test_later_kls_of_groups_of_two_sizes_are_refused_because_rows_would_compare_across_prompts():
+    kl = torch.ones(5, 2)
+    with pytest.raises(ValueError, match=r"one size, got groups of \[2, 3\] rows"):
+        later_kl(kl, kl > 0, torch.tensor([1, 1, 1, 2, 2]))
