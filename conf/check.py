@@ -198,7 +198,8 @@ def _leash(cfg: Config) -> Iterator[str]:
     if make_controller(kl, **facts_of(cfg)).follows_kl and not kl["measure"]:
         yield f"kl.controller={kl['controller']} follows the measured KL; set kl.measure=true"
     if _largest_coeff(kl) > 0 and not kl["measure"]:
-        yield f"kl.coeff={_largest_coeff(kl)} needs the reference; set kl.measure=true"
+        key = "coeff" if kl["coeff"] else "end"
+        yield f"kl.{key}={kl[key]} needs the reference; set kl.measure=true"
 
 
 def _largest_coeff(kl: Config) -> float:
